@@ -15,6 +15,7 @@ from torch import Tensor
 
 from powergossip import checks
 from powergossip.randomness import generator
+from powergossip.tasks.loading import on_device
 from powergossip.tasks.placement import mixed
 from powergossip.tasks.task import TaskOptions
 
@@ -114,11 +115,11 @@ class Shards:
         None if a worker has fewer left at this step.
         """
         order, starts = self._order(epoch, NOBODY)
-        bounds = torch.tensor(starts[workers.start : workers.stop + 1])
-        if bounds.diff().min() < (step + 1) * size:
+        bounds = np.array(starts[workers.start : workers.stop + 1])
+        if np.diff(bounds).min() < (step + 1) * size:
             return None
-        places = bounds[:-1, None] + torch.arange(step * size, (step + 1) * size)
-        return order[places.to(order.device, non_blocking=True)]
+        places = bounds[:-1, None] + np.arange(step * size, (step + 1) * size)
+        return order[on_device(torch.from_numpy(places), order.device)]
 
     def _order(self, epoch: int, lost: frozenset[int]) -> tuple[Tensor, list[int]]:
         """The samples of all workers in an epoch, and where those of a worker begin."""

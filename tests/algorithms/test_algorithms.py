@@ -17,6 +17,7 @@ from powergossip.algorithms import (
     AveragingOptions,
     PlainGossip,
 )
+from powergossip.algorithms.averaging import Incremental
 from powergossip.compressors import COMPRESSORS
 from powergossip.compressors import CompressorOptions as Compression
 from powergossip.network import Network, processes
@@ -92,6 +93,24 @@ def test_agreement_is_a_fixed_point(name: str, options: AveragingOptions) -> Non
     before = x.clone()
     steps(network, algorithms.make(name, network, layout, options), x, 3)
     torch.testing.assert_close(x, before, atol=5e-6, rtol=0)
+
+
+@pytest.mark.parametrize(("name", "options"), EVERY, ids=label)
+def test_an_increment_is_what_a_step_adds_and_leaves_x_as_it_is(
+    name: str, options: AveragingOptions
+) -> None:
+    layout, network = Layout(SHAPES), alone("tail", 6)
+    first, second = (algorithms.make(name, network, layout, options) for _ in range(2))
+    if not isinstance(second, Incremental):
+        return
+    x = start(6, layout)
+    steps(network, first, x, 2)
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    before, increment = x.clone(), torch.full_like(x, torch.nan)
+    network.run(second.increment(x, increment))
+    assert torch.equal(x, before)
+    steps(network, first, x, 1)
+    torch.testing.assert_close(before + increment, x, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("compiled", [True, False])

@@ -107,6 +107,26 @@ def test_one_worker_is_lookahead() -> None:
     torch.testing.assert_close(ours.x, theirs.x, rtol=0, atol=1e-14)
 
 
+@pytest.mark.parametrize("gamma", [None, 0.3])
+def test_the_memory_of_noloco_has_displacements_and_the_pull_to_neighbors(
+    gamma: float | None,
+) -> None:
+    """δ ← β δ + μ W Δ + γ (W φ − φ). By default γ = μ."""
+    H, rate, mu, beta = 3, 0.05, 0.5, 0.4
+    options: dict[str, Any] = {"outer_rate": mu, "outer_momentum": beta, "consensus_rate": gamma}
+    ours = run("noloco", "plain", 9, H, rate, **options)
+    W = torch.from_numpy(topologies.make("ring", 8).round(0).matrix().toarray())
+    theirs = Quadratics(shapes=VECTOR)
+    delta = torch.zeros_like(theirs.x)
+    for _ in range(9):
+        slow = theirs.x.clone()
+        for _ in range(H):
+            theirs.x.sub_(theirs.gradients(), alpha=rate)
+        delta = beta * delta + mu * (W @ (theirs.x - slow)) + (gamma or mu) * (W @ slow - slow)
+        theirs.x.copy_(slow + delta)
+    torch.testing.assert_close(ours.x, theirs.x, rtol=0, atol=1e-13)
+
+
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("averaging", ["plain", "power-gossip", "top-k"])
 def test_the_mean_of_equal_curvatures_follows_all_reduce(name: str, averaging: str) -> None:
@@ -445,16 +465,27 @@ def test_a_look_at_the_state_receives_overlapping_messages_and_changes_nothing(
     assert torch.equal(*models)
 
 
-@pytest.mark.parametrize("corrects", [False, True])
-def test_overlapping_has_the_fixed_point_of_stable_rates(corrects: bool) -> None:
+@pytest.mark.parametrize(("corrects", "fragments"), [(False, 1), (True, 1), (True, 2)])
+def test_overlapping_has_the_fixed_point_of_stable_rates(corrects: bool, fragments: int) -> None:
     """At the default of a lazy ring. With the correction it is exact."""
     options: dict[str, Any] = {"overlapping": True, "gradient_correction": corrects}
     topology = topologies.make("ring", 8)
-    rate = 0.9 * outer_stability.largest_rate(topology, 0.5, 0.7)
-    problem = run(
-        "diloco", "plain", 900, 10, 0.01, None, "ring", {"diffusion_rate": rate}, **options
-    )
+    given = {"diffusion_rate": 0.9 * outer_stability.largest_rate(topology, 0.5, 0.7)}
+    problem = Quadratics(shapes=VECTOR if fragments == 1 else TENSORS)
+    options["fragments"] = fragments
+    run("diloco", "plain", 900, 10, 0.01, problem, "ring", given, **options)
     assert problem.error < 1e-9 if corrects else 0.3 < problem.error < 3
+
+
+@pytest.mark.parametrize("fragments", [1, 3])
+def test_models_in_flight_that_agree_stay_as_they_are_without_gradients(fragments: int) -> None:
+    """From the first step on, in which the messages of all fragments begin."""
+    problem = Quadratics(shapes=TENSORS)
+    problem.a.zero_()
+    start = problem.x.copy_(problem.b[:1]).clone()
+    options: dict[str, Any] = {"local_steps": 6, "fragments": fragments, "overlapping": True}
+    train(rule_of("diloco", "plain", problem, 0.1, **options), problem, 15)
+    torch.testing.assert_close(problem.x, start, rtol=0, atol=1e-13)
 
 
 def test_corrections_need_averaging_that_keeps_the_mean() -> None:

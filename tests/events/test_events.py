@@ -66,11 +66,11 @@ def test_the_first_step_that_waits_for_an_exchange(gossip, max_delay, first):
     assert not Policy(gossip, max_delay).waits(edge, 9)
 
 
-def vectorized(x: Tensor, topology: str, name: str, steps: int) -> Tensor:
+def vectorized(x: Tensor, topology: str, name: str, steps: int, **more: Any) -> Tensor:
     """The rule of all workers at once."""
     x, (method, options) = x.clone(), EXCHANGES[name]
     network = Network(graph(topology, len(x)), dtype=x.dtype)
-    averaging = algorithms.make(method, network, Layout(SHAPES), **options)
+    averaging = algorithms.make(method, network, Layout(SHAPES), **(options | more))
     for _ in range(steps):
         network.run(averaging.step(x))
     return x
@@ -84,6 +84,15 @@ def test_synchronous_exchanges_are_the_rule_of_all_workers(name, topology, dtype
     expected = vectorized(x, topology, name, 6)
     averaging_clock(x, topology, name).run(6)
     torch.testing.assert_close(x, expected, rtol=0, atol=ROUNDING[dtype])
+
+
+@pytest.mark.parametrize("name", EXCHANGES)
+def test_a_diffusion_rate_is_that_of_the_rule_of_all_workers(name):
+    """Also of matrices that PowerGossip does not compress."""
+    x = start(8, torch.float64)
+    expected = vectorized(x, "ring", name, 6, diffusion_rate=0.3)
+    averaging_clock(x, "ring", name, diffusion_rate=0.3).run(6)
+    torch.testing.assert_close(x, expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("gossip", ["bounded", "asynchronous"])
@@ -252,6 +261,7 @@ def test_corrected_diloco_with_late_exchanges_is_exact(name, gossip):
 
 
 def test_quasi_global_momentum_restarts_as_that_of_all_workers():
+    """Also in a run that resumes before the restart."""
     rates = [0.05, 0.02, 0.001, 0.0, 0.0, 0.05, 0.05, 0.04]
     problem, expected = Quadratics(), Quadratics()
     local = SGD(0.1)
@@ -259,9 +269,13 @@ def test_quasi_global_momentum_restarts_as_that_of_all_workers():
     for rate in rates:
         local.rate = rate
         train(reference, expected, 1)
-    learning_clock(
-        problem, "quasi-global-momentum", rates, rule_options={"overlapping": False}
-    ).run(len(rates))
+    clocks = [
+        learning_clock(problem, "quasi-global-momentum", rates, rule_options={"overlapping": False})
+        for _ in range(2)
+    ]
+    clocks[0].run(4)
+    clocks[1].load_state_dict(copy.deepcopy(clocks[0].state_dict()))
+    clocks[1].run(len(rates))
     torch.testing.assert_close(problem.x, expected.x, rtol=0, atol=1e-12)
 
 

@@ -224,6 +224,27 @@ def test_a_replacement_begins_with_the_mean_of_its_neighbors(name):
     assert float((x - x.mean(0)).abs().max()) < 1e-3
 
 
+def test_a_replacement_begins_at_the_mean_step_of_its_neighbors():
+    values: dict[str, Any] = {"speeds": {2: 0.5}, "deaths": [{"worker": 3, "at": 2.5}]}
+    values["joins"] = [{"worker": 3, "at": 8.5}]
+    clock = averaging_clock(start(8, torch.float64), gossip="asynchronous", values=values)
+    clock.run_until(8.5)
+    assert [clock.workers[i].steps for i in (2, 3, 4)] == [4, 6, 8]
+
+
+@pytest.mark.parametrize("name", ["plain", "power", "top-k"])
+def test_parts_of_a_lost_worker_that_arrive_after_its_replacement_are_not_applied(name):
+    """Their edges are those of another incarnation: the sum is conserved from the join on."""
+    x = start(8, torch.float64)
+    values: dict[str, Any] = {"latency": 3.0, "jitter": 0.3}
+    values |= {"deaths": [{"worker": 3, "at": 6.5}], "joins": [{"worker": 3, "at": 7.0}]}
+    clock = averaging_clock(x, name=name, gossip="asynchronous", values=values)
+    clock.run_until(7.0)
+    total = x.sum(0) + clock.unapplied()
+    clock.run_until(40.0)
+    torch.testing.assert_close(x.sum(0) + clock.unapplied(), total, rtol=0, atol=1e-12)
+
+
 def test_a_worker_that_is_absent_at_the_start_joins():
     x = start(6, torch.float64)
     clock = averaging_clock(x, values={"joins": [{"worker": 5, "at": 4.0}]})

@@ -3,7 +3,7 @@
 torch's FakeTensorMode raises where tensors of two devices meet, and where the value of a tensor on
 the device is needed: a program waits for a GPU there. On a build without CUDA, some operations
 would initialize it. They are replaced here by others with the same result, apart from `backward`,
-which computes nothing.
+which computes nothing, and gradients, which are 0.
 """
 
 from collections.abc import Callable, Iterator
@@ -51,7 +51,9 @@ class _WithoutCUDA(TorchFunctionMode):
             Tensor.cpu: lambda tensor: self._to(tensor, torch.device("cpu")),
             Tensor.backward: lambda loss, **options: None,
             Tensor.is_pinned: lambda tensor: False,
+            Tensor.pin_memory: self._fake,
             Tensor.contiguous: torch.ops.aten.contiguous.default,
+            torch.autograd.grad: lambda of, inputs, **options: list(map(torch.zeros_like, inputs)),
             torch._fused_sgd_: lambda *given, **options: None,
         }
         for name in ("__bool__", "__float__", "__index__", "__int__", "item", "numpy", "tolist"):

@@ -85,6 +85,11 @@ def test_labels_are_those_of_the_sorted_folders(folder: Path) -> None:
         np.testing.assert_allclose(sorted(found), sorted(w.tolist() for w in wanted), atol=0.01)
 
 
+def test_batches_of_several_workers_are_none_since_each_image_is_augmented(folder: Path) -> None:
+    task: Any = make(folder)
+    assert task.batches(range(2), 0, 0) is None
+
+
 def test_held_out_images_are_no_training_images(folder: Path) -> None:
     task = make(folder, validation_ratio=0.25)
     assert task.samples == {"train": 9, "valid": 3, "test": 6}

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from powergossip.errors import Diverged
 from powergossip.network import Processes, processes
 from powergossip.parameters import Parameters
 from powergossip.tasks.models import ARCHITECTURES
@@ -92,6 +93,11 @@ def test_batches_of_two_sizes_take_two_calls(architecture: str) -> None:
     for row in ("grad",) if architecture == "MLP" else ("buffers",):
         found, expected = (getattr(run.parameters, row) for run in (batched, apart))
         assert (found - expected).norm() <= 1e-4 * expected.norm()
+    batched.parameters.x[3] = torch.nan  # the last one of its group
+    execution: Any = batched.execution
+    execution.gradient(0, last)
+    with pytest.raises(Diverged, match="worker 3"):
+        execution.run.agreement.agree()
 
 
 def test_a_loss_may_have_one_axis(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from powergossip.errors import Diverged
 from powergossip.runs import configuration
 from powergossip.tasks import digits
 from powergossip.tasks.images import LabeledImages
+from powergossip.tasks.loading import on_device
 from powergossip.training import construction
 from powergossip.training.config_checks import checked
 from powergossip.training.ending import Agreement
@@ -52,6 +53,7 @@ def trainer(*keys: str, ones: bool = False, hooks: Hooks | None = None) -> Itera
         "local_optimizer=adamw gradient_clipping=1.0 precision=bf16",
         "local_optimizer=muon learning=diloco local_steps=2",
         "optimizer=powersgd optimizer_num_batches_per_step=2",
+        "batched_gradients=on",
         "optimizer=dgc",
     ],
 )
@@ -65,6 +67,13 @@ def test_no_step_waits(keys: str) -> None:
         for metrics in steps():
             assert {m.device.type for m in metrics.values()} == {"cuda"}
         assert own.parameters.x.device.type == "cuda"
+
+
+def test_a_batch_comes_from_pinned_memory() -> None:
+    batch = Mock(device=torch.device("cpu"))
+    found = on_device(batch, CUDA)
+    assert found is batch.pin_memory().to.return_value
+    batch.pin_memory().to.assert_called_once_with(CUDA, non_blocking=True)
 
 
 def test_an_evaluation_and_the_state_of_a_run() -> None:
@@ -93,13 +102,24 @@ def test_an_evaluation_and_the_state_of_a_run() -> None:
 
 
 def test_a_loss_on_a_gpu_is_read_after_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    event = Mock()
-    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
-    arrived = torch.full((2,), 7.0)
-    on_gpu = Mock(device=CUDA, to=lambda where, non_blocking: arrived)
-    event.synchronize = lambda: arrived.copy_(torch.tensor([1.0, torch.nan]))
-    agreement = Agreement(ALONE)
-    agreement.note_all([4, 5], "loss", on_gpu, step=8, epoch=2)
-    event.record.assert_called_once()
-    with pytest.raises(Diverged, match=r"worker 5.*nan.*step 8"):
-        agreement.after_step(9, None)
+    """Also by one of several processes, which then tells the others."""
+    calls, arrived = Mock(), torch.zeros(2)
+    calls.copy.return_value = arrived
+    calls.synchronize = lambda: arrived.copy_(torch.tensor([1.0, torch.nan]))
+    monkeypatch.setattr(torch.cuda, "Event", lambda: calls)
+    on_gpu: Any = Mock(device=CUDA, to=calls.copy)
+    several: Any = Mock(rank=0, size=2)
+    for who in (ALONE, several):
+        arrived.fill_(7.0)
+        calls.reset_mock()
+        agreement = Agreement(who)
+        agreement.note_all([4, 5], "loss", on_gpu, step=8, epoch=2)
+        assert [name for name, *_ in calls.mock_calls] == ["copy", "record"]  # in this order
+        calls.copy.assert_called_once_with("cpu", non_blocking=True)
+        if who is ALONE:
+            with pytest.raises(Diverged, match=r"worker 5.*nan.*step 8"):
+                agreement.after_step(9, None)
+        else:
+            agreement.after_step(9, None)
+            (ends, _), *_ = several.start_max.call_args.args
+            assert ends
