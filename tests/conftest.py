@@ -8,12 +8,16 @@ tests for several processes with torch.distributed in place of MPI.
 """
 
 import ctypes
+import gc
+import importlib
 import os
 import signal
 import sys
 from collections.abc import Callable
 from itertools import count, takewhile
 from pathlib import Path
+
+gc.disable()  # until the end of imports, whose objects stay
 
 # Before torch is loaded: eight test processes on two cores must not run sixteen threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -158,6 +162,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         slow = [item for item in items if item.get_closest_marker("slow")]
         config.hook.pytest_deselected(items=slow)
         items[:] = [item for item in items if item not in slow]
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Hide the objects that imports have made from the garbage collector, and from optimizers of
+    several processes, which look through all objects for modules of DDP and FSDP2.
+
+    torch._dynamo, which optimizers import at their first step, has as many as torch.
+    """
+    if MPI.COMM_WORLD.size > 1 and "powergossip.optimizers" in sys.modules:
+        importlib.import_module("torch._dynamo")
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(trylast=True)
