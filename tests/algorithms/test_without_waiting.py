@@ -44,6 +44,7 @@ def network(topology: str = "ring", **more: Any) -> Network:
 CASES = [case for case in EVERY if case[0] != "deepsqueeze" or case[1].compressor == "top-k"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "options"), [pytest.param(*case, id=described(*case)) for case in CASES]
 )
@@ -66,6 +67,7 @@ AGGREGATIONS: list[tuple[str, dict[str, str]]] = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "options"), AGGREGATIONS)
 def test_compressed_gradients(name: str, options: dict[str, str]) -> None:
     def on_device() -> None:

@@ -45,6 +45,7 @@ def trainer(*keys: str, ones: bool = False, hooks: Hooks | None = None) -> Itera
         yield Trainer(settings, ALONE, hooks)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "keys",
     [
@@ -67,6 +68,7 @@ def test_no_step_waits(keys: str) -> None:
         assert own.parameters.x.device.type == "cuda"
 
 
+@pytest.mark.long
 def test_an_evaluation_and_the_state_of_a_run() -> None:
     rows: list[Any] = []
     hooks = Hooks(log_metric=lambda *row: rows.append(row))
