@@ -62,7 +62,7 @@ language: setup ## a GPT of a million parameters in rounds, 4 processes, some mi
 test: setup ## the tests, in minutes: laws, programs, and 2, 4 and 8 MPI processes
 	@$(call run_tests,parallel[match] and not slow)
 
-test-quick: setup ## laws of every registry, no MPI processes, no programs: while you work
+test-quick: setup ## laws of every registry, no MPI processes, programs or long tests: while you work
 	@$(activate) && $(test_environment) && $(pytest_on_all_cores) --quick -m 'parallel[match]'
 
 test-all: process_counts += 3

@@ -3,17 +3,21 @@
 `make test` runs the tests for one process, then for each N those for N processes under one
 `mpirun -np N python -m pytest -m 'parallel[match]'`, which reads only the files that have some.
 A plain `pytest` runs everything too: mpi-pytest then starts mpirun for each parallel test, which
-takes longer. `pytest --quick` leaves out files that start programs. `--transport gloo` repeats the
-tests for several processes with torch.distributed in place of MPI.
+takes longer. `pytest --quick` leaves out files that start programs, and long tests. `--transport
+gloo` repeats the tests for several processes with torch.distributed in place of MPI.
 """
 
 import ctypes
+import gc
+import importlib
 import os
 import signal
 import sys
 from collections.abc import Callable
 from itertools import count, takewhile
 from pathlib import Path
+
+gc.disable()  # until the end of imports, whose objects stay
 
 # Before torch is loaded: eight test processes on two cores must not run sixteen threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -118,17 +122,17 @@ def rejection(
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    help = "leave out the files whose tests start programs, and tests marked slow"
+    help = "leave out the files whose tests start programs, and tests marked slow or long"
     parser.addoption("--quick", action="store_true", help=help)
     help = "what connects the processes under mpirun: mpi, or gloo of torch.distributed"
     parser.addoption("--transport", default="mpi", choices=("mpi", "gloo"), help=help)
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers() -> int:
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """The processes of `pytest -n auto`. Many tests wait for programs that they have started, so
-    that one process per core would leave cores idle."""
-    return 2 * (os.cpu_count() or 1)
+    that one process per core would leave cores idle; those of --quick start none."""
+    return (os.cpu_count() or 1) * (1 if config.getoption("--quick") else 2)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -155,9 +159,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             found = selection.process_counts(texts[item.path])
             assert set(selection.counts_of(*marks.args, **marks.kwargs)) <= found, item.nodeid
     if config.getoption("--quick"):
-        slow = [item for item in items if item.get_closest_marker("slow")]
-        config.hook.pytest_deselected(items=slow)
-        items[:] = [item for item in items if item not in slow]
+        left_out = {i for i in items if any(map(i.get_closest_marker, ("slow", "long")))}
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Hide the objects that imports have made from the garbage collector, and from optimizers of
+    several processes, which look through all objects for modules of DDP and FSDP2.
+
+    torch._dynamo, which optimizers import at their first step, has as many as torch.
+    """
+    if MPI.COMM_WORLD.size > 1 and "powergossip.optimizers" in sys.modules:
+        importlib.import_module("torch._dynamo")
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(trylast=True)

@@ -129,6 +129,7 @@ def rule(
     return CentralizedSGD(network, aggregation, parameters, update, **options), parameters
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", EVERYTHING)
 @pytest.mark.parametrize(("nesterov", "steps"), [(False, 3000), (True, 300)])
 def test_weight_decay_is_not_compressed(name: str, nesterov: bool, steps: int) -> None:
@@ -159,6 +160,7 @@ def test_clipping_leaves_weight_decay_alone(name: str) -> None:
     assert not torch.equal(parameters.x, 0.9 * x)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", AGGREGATIONS)
 def test_workers_stay_together_and_learn_with_fewer_bits(name: str) -> None:
     run = after_steps(120, optimizer=name, **COMPRESSING[name])
@@ -324,6 +326,7 @@ def test_weight_decay_of_a_hook_is_not_compressed(hook: str) -> None:
     assert (parameters.x - theirs.detach()).norm() < 1e-5 * theirs.detach().norm()
 
 
+@pytest.mark.long
 def test_clipping_concerns_the_new_gradient_only() -> None:
     """A worker whose gradients are shorter than the limit is not held back by a large error."""
     plain = after_steps(optimizer="powersgd")

@@ -187,6 +187,7 @@ def test_demo_with_all_components_is_the_sign_of_the_mean() -> None:
 WHOLE = {"optimizer_kept": 4096, "optimizer_bits": 32}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("local_optimizer", ["sgd", "adamw", "muon"])
 def test_uncompressed_it_is_the_mean_of_models_after_local_steps(local_optimizer: str) -> None:
     changes: dict[str, Any] = {
@@ -242,6 +243,7 @@ def error_of_mean(decay: float) -> float:
     return float((total / (rounds - rounds // 2) - fixed).norm())
 
 
+@pytest.mark.long
 def test_errors_that_are_kept_average_to_the_fixed_point_of_local_steps() -> None:
     """Errors that decay are forgotten: a bias."""
     assert error_of_mean(1.0) < 0.01

@@ -48,6 +48,7 @@ def consensus(
 # No default diverges
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("compressor", compressors.COMPRESSORS)
 @pytest.mark.parametrize("rule", COMPRESSED)
 def test_no_default_diverges(rule: str, compressor: str) -> None:

@@ -240,6 +240,7 @@ def test_a_model_in_double_precision_is_trained_in_it(name: str) -> None:
     assert run.parameters.buffers.dtype == run.network.dtype == torch.float64
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("module")
 def test_a_run_in_double_precision_resumes_and_is_evaluated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

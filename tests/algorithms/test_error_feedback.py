@@ -253,6 +253,7 @@ def test_each_tensor_may_have_a_learning_rate() -> None:
 # --- train.py -------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_momentum_before_an_identity_is_sgd(nesterov: bool) -> None:
     common: dict[str, Any] = {"nesterov": nesterov, "weight_decay": 0.01}
@@ -268,6 +269,7 @@ def test_momentum_before_an_identity_is_sgd(nesterov: bool) -> None:
     assert (x - y).norm() < 1e-5 * x.norm()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "before"),
     [

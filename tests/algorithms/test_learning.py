@@ -45,6 +45,7 @@ from tests.harness.training import configured
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "law",
     [
@@ -59,6 +60,7 @@ def test_exact_fixed_points(law: Law) -> None:
     assert error(law) < 1e-9
 
 
+@pytest.mark.long
 def test_the_page_of_learning_rules_has_the_pairs_that_are_accepted() -> None:
     """A pair has an error in the table of `python -m tests.harness.laws`, or is rejected."""
     lines = (ROOT / "docs" / "different-data.md").read_text().splitlines()
@@ -89,6 +91,7 @@ def test_exact_on_directed_graphs(name: str, topology: str) -> None:
     assert problem.error < 1e-9
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("averaging", ["plain", "power-gossip"])
 def test_quasi_global_momentum_does_not_change_the_fixed_point(averaging: str) -> None:
     """At the fixed point nothing moves, the momentum is 0, and D-PSGD's bias is left."""
@@ -117,6 +120,7 @@ INVARIANTS = {  # rule → (tensor of the state whose mean is that of the other,
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("factor", "grows"), [(0.1, False), (1, True)])
 def test_quasi_global_momentum_needs_smaller_rates_over_public_copies(
     factor: float, grows: bool
@@ -167,6 +171,7 @@ def test_k_gt_keeps_its_correction_in_a_step_with_a_learning_rate_of_0() -> None
         assert problem.error < 1e-9
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("averaging", ["plain", "power-gossip"])
 @pytest.mark.parametrize("name", ["k-gt", "gradient-tracking", "exact-diffusion"])
 def test_a_decay_of_the_learning_rate_disturbs_all_but_k_gt(name: str, averaging: str) -> None:
@@ -187,6 +192,7 @@ def test_a_decay_of_the_learning_rate_disturbs_all_but_k_gt(name: str, averaging
         assert errors[-1] < 0.1
 
 
+@pytest.mark.long
 def test_clipping_has_the_bias_of_all_reduce() -> None:
     biased = []
     for name, averaging, topology in (
@@ -323,6 +329,7 @@ def test_exact_diffusion_damps_vectors_too(averaging: str) -> None:
     assert problem.x[:, -4:].abs().max() < 1e-6
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("topology", ["torus", "star"])
 def test_exact_diffusion_over_power_gossip_on_other_graphs(topology: str) -> None:
     """At its default rates. The ring is in EXACT."""
@@ -364,6 +371,7 @@ def test_fewer_levels_of_exact_diffusion_give_a_warning(levels: int | None, warn
     assert sum(str(w.message).startswith("optimizer_levels=") for w in caught) == warned
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("levels", [4, 64])
 def test_exact_diffusion_over_quantization_of_large_tensors(levels: int) -> None:
     """At its default rates. Those that depend on the levels alone diverge with 4."""

@@ -26,6 +26,7 @@ def network_of(
     return Network(made, dtype=torch.float64, losses=Losses(drawn.lost, repeat))
 
 
+@pytest.mark.long
 def test_running_sums_repair_losses_and_plain_push_sum_does_not():
     biases = {}
     for running_sums in (False, True):
@@ -39,6 +40,7 @@ def test_running_sums_repair_losses_and_plain_push_sum_does_not():
     assert biases[False] > 1e-2
 
 
+@pytest.mark.long
 def test_relays_without_some_messages_keep_near_the_optimum():
     """The error is that of models which are older than without losses, and does not grow."""
     errors = []
@@ -92,6 +94,7 @@ def test_losses_resume_with_the_same_bits():
     assert torch.equal(saved[2], x)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "method",
     [
@@ -120,6 +123,7 @@ def test_losses_are_rejected_with_compressed_relays():
         )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ends", scenario.ENDS)
 def test_the_given_fraction_of_messages_is_lost(ends, tmp_path):
     """Of exchanges on a star, and of push-sum on a directed graph."""

@@ -143,6 +143,7 @@ def test_the_mean_of_equal_curvatures_follows_all_reduce(name: str, averaging: s
 # --- Fixed points ---------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("H", [1, 5, 20])
 @pytest.mark.parametrize(("mu", "beta"), [(0.7, 0.9), (1.0, 0.0), (0.3, 0.5)])
 def test_over_all_reduce_the_fixed_point_is_that_of_fedavg(H: int, mu: float, beta: float) -> None:
@@ -242,6 +243,7 @@ def test_uncorrected_sgd_is_not(H: int) -> None:
     assert run("diloco", "plain", 300, H, 0.2 / H).error > 0.5
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("averaging", "options", "bound"),
     [
@@ -298,6 +300,7 @@ def test_a_correction_is_an_average_of_differences(given: Any, alpha: float) -> 
         torch.testing.assert_close(rule.state_dict()["c"], expected, rtol=0, atol=1e-13)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("alpha", "rounds"), [(0.3, 700), (0.1, 2000)])
 @pytest.mark.parametrize("averaging", ["plain", "power-gossip"])
 def test_slower_corrections_have_the_same_fixed_point(
@@ -309,6 +312,7 @@ def test_slower_corrections_have_the_same_fixed_point(
     assert found.error < 1e-6
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("local", [adam, normalized, sign, polar])
 @pytest.mark.parametrize("averaging", ["plain", "all-reduce"])
 def test_corrections_remove_the_bias_of_optimizers_that_are_not_linear(
@@ -323,6 +327,7 @@ def test_corrections_remove_the_bias_of_optimizers_that_are_not_linear(
     assert errors[1] > 0.4
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("averaging", ["plain", "power-gossip"])
 def test_corrections_precede_clipping(averaging: str) -> None:
     """With a clip that is far below the norm of the workers' own gradients at the optimum."""
@@ -350,6 +355,7 @@ def test_corrections_precede_clipping(averaging: str) -> None:
 TENSORS = ((3, 4), (2, 3), (5,), (4, 3), (2,))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("corrects", [False, True])
 @pytest.mark.parametrize("name", RULES)
 def test_fragments_have_the_fixed_point_of_the_whole(name: str, corrects: bool) -> None:
@@ -465,8 +471,14 @@ def test_a_look_at_the_state_receives_overlapping_messages_and_changes_nothing(
     assert torch.equal(*models)
 
 
+<<<<<<< HEAD
 @pytest.mark.parametrize(("corrects", "fragments"), [(False, 1), (True, 1), (True, 2)])
 def test_overlapping_has_the_fixed_point_of_stable_rates(corrects: bool, fragments: int) -> None:
+=======
+@pytest.mark.long
+@pytest.mark.parametrize("corrects", [False, True])
+def test_overlapping_has_the_fixed_point_of_stable_rates(corrects: bool) -> None:
+>>>>>>> a29bb8a2eb05f27d1d96a798345254f7a6168d41
     """At the default of a lazy ring. With the correction it is exact."""
     options: dict[str, Any] = {"overlapping": True, "gradient_correction": corrects}
     topology = topologies.make("ring", 8)
@@ -494,6 +506,7 @@ def test_corrections_need_averaging_that_keeps_the_mean() -> None:
         rule_of("diloco", "plain", Quadratics(), 0.1, network, gradient_correction=True)
 
 
+@pytest.mark.long
 def test_corrected_noloco_diverges_with_the_momentum_of_its_warning() -> None:
     options: dict[str, Any] = {"gradient_correction": True}
     problem = run("noloco", "plain", 300, 20, 0.03, Quadratics(), outer_momentum=0.7, **options)

@@ -75,6 +75,7 @@ def test_nearly_full_rank_finds_a_difference_of_lower_rank_at_once() -> None:
     torch.testing.assert_close(x, mean.expand(2, -1), atol=1e-4, rtol=0)
 
 
+@pytest.mark.long
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_the_variance_never_grows(data: st.DataObject) -> None:

@@ -166,6 +166,7 @@ def test_a_gradient_of_zeros_does_not_end_learning() -> None:
         assert view.norm() > 0.05
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("rank", "rate"), [(1, 243), (2, 136), (4, 72)])
 def test_the_published_compression_of_resnet18(rank: int, rate: int) -> None:
     """Table 3 of Vogels et al. (2019), and the bits of real messages, which are all-reduces."""

@@ -240,6 +240,7 @@ def test_deepsqueeze_rejects_what_is_no_contraction() -> None:
         algorithms.make("deepsqueeze", network, LAYOUT, compressor="qsgd", unbiased=True)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "values",
     [

@@ -84,6 +84,7 @@ def test_any_start_reaches_a_common_model(topology: str) -> None:
     assert problem.x.std(0).max() < 1e-10
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("topology", TREES)
 def test_exact_fixed_points(topology: str, momentum: float) -> None:
@@ -178,6 +179,7 @@ def test_the_own_model_takes_the_place_of_lost_messages(
         assert (1 + received[:, :, 0].sum(1) == 8).all()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("topology", ["chain", "double-binary-tree"])
 def test_training_recovers_from_lost_messages(
     topology: str, monkeypatch: pytest.MonkeyPatch
@@ -269,6 +271,7 @@ def test_identity_has_the_models_of_uncompressed_messages(topology: str) -> None
     assert not torch.equal(*runs)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("compressor", COMPRESSORS)
 def test_compressed_messages_have_exact_fixed_points(compressor: str, momentum: float) -> None:

@@ -46,6 +46,7 @@ def network(topology: str = "ring", **more: Any) -> Network:
 CASES = [case for case in EVERY if case[0] != "deepsqueeze" or case[1].compressor == "top-k"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "options"), [pytest.param(*case, id=described(*case)) for case in CASES]
 )
@@ -99,6 +100,7 @@ AGGREGATIONS: list[tuple[str, dict[str, str]]] = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "options"), AGGREGATIONS)
 def test_compressed_gradients(name: str, options: dict[str, str]) -> None:
     def on_device() -> None:

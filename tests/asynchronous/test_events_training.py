@@ -70,6 +70,7 @@ def test_without_delays_training_is_that_of_all_workers(method):
     assert set(event_rows["seconds"]) == {4.0}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("gossip", ["bounded", "asynchronous"])
 def test_seconds_are_virtual_and_fast_workers_do_not_wait(gossip):
     slow = {**TINY, "scenario": {"speeds": {1: 0.25}}, "num_epochs": 2, "optimizer": "dpsgd"}
@@ -90,6 +91,7 @@ def test_workers_without_a_step_do_not_lower_the_loss():
     assert 2.2 < value(rows, "cross_entropy", split="train") < 2.4
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "method",
     [
@@ -117,6 +119,7 @@ def test_a_run_resumes_in_the_middle_with_the_same_bits(method, tmp_path):
     assert resumed.network.bits.tolist() == run.network.bits.tolist()
 
 
+@pytest.mark.long
 def test_a_stopped_run_resumes_with_the_same_rows(tmp_path, monkeypatch):
     values = {**TINY, "log_verbosity": 0, "task_architecture": "MLP", "num_epochs": 2}
     (tmp_path / "late.yaml").write_text("speeds: {1: 0.3}\nlate: {fraction: 0.3, seconds: 2}\n")
@@ -151,6 +154,7 @@ def stop_after(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
     monkeypatch.setattr(OnVirtualClock, "train_step", stopping)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "method", [METHODS["power"], METHODS["sign"], METHODS["duals"], ACCELERATED]
 )
@@ -213,6 +217,7 @@ def test_survivors_train_on_the_labels_of_the_dead(kept):
     assert run.total_steps == 4 * 5
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("joins", [[], [{"worker": 3, "at": 13.1}]])
 def test_an_epoch_keeps_its_samples_when_a_run_resumes(joins, tmp_path):
     """At the checkpoint, an epoch has begun before the death, which is known by then."""
@@ -249,6 +254,7 @@ def test_duals_grow_more_slowly_over_late_exchanges_and_power_gossip(values, rat
     assert {rule.dual_rate for rule in rules} == {edge_options.dual_rate_of(run.config)}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", [{**METHODS["power"], "gossip": "asynchronous"}, ACCELERATED])
 def test_training_replays_the_order_of_events(method, tmp_path):
     scenario = LATE | {"deaths": [{"worker": 2, "at": 4.0}], "joins": [{"worker": 2, "at": 9.0}]}
@@ -270,6 +276,7 @@ def test_training_replays_the_order_of_events(method, tmp_path):
         assert stepwise.execution.clock.progress >= step + 1, "also within an epoch"
 
 
+@pytest.mark.long
 def test_the_second_copy_is_not_sent():
     late = {**TINY, "n_workers": 8, "optimizer": "dpsgd", "overlapping": False, "scenario": LATE}
     plain, accelerated = (trained(**late, gossip=g)[0] for g in ("asynchronous", "a2cid2"))

@@ -12,6 +12,7 @@ FAULTS = sorted(Path(__file__).with_name("faults").glob("*.yaml"))
 FAST = ("lost_before_the_first_and_after_the_last_step",)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("driver", "seeds"),
     [
@@ -32,6 +33,7 @@ def test_random_scenarios_break_no_invariant(driver: str, seeds: range, tmp_path
             pytest.fail(f"{fault}\npython -m tests.harness.fuzz --case {kept}")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "file",
     [
@@ -44,6 +46,7 @@ def test_earlier_faults_are_mended(file: Path) -> None:
     assert fault is None, f"{fault}\npython -m tests.harness.fuzz --case {file}"
 
 
+@pytest.mark.long
 def test_a_file_repeats_its_case(tmp_path: Path) -> None:
     cases = [draw(seed, driver) for driver in fuzz.DRIVERS for seed in range(20)]
     for case in cases:

@@ -18,6 +18,7 @@ from powergossip.errors import BadInput
 from powergossip.network import processes
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("optimizer", ["power-gossip", "all-reduce"])
 def test_a_step_of_training(
     optimizer: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -107,6 +108,7 @@ def test_shapes_are_those_of_the_models() -> None:
     assert sizes == {"resnet20": 272_474, "lstm": 28_949_319, "matrix100": 10_000}
 
 
+@pytest.mark.long
 def test_growth_has_a_line_for_each_size(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

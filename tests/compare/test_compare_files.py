@@ -61,6 +61,7 @@ def test_a_run_without_rows_is_left_out_with_a_note(
 # --- Files ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_folder_gets_a_table_a_figure_and_a_page(
     runs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -77,6 +78,7 @@ def test_a_folder_gets_a_table_a_figure_and_a_page(
         assert all(cell in shown for cell in line)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["x.txt", "x.md", "x.svg", "x.PNG", "x.pdf"])
 def test_the_suffix_of_a_file_is_its_format(runs: Path, name: str) -> None:
     compare.main(["a", "b", "--output", f"new/{name}"])
@@ -85,6 +87,7 @@ def test_the_suffix_of_a_file_is_its_format(runs: Path, name: str) -> None:
     assert content.startswith(begins.get(Path(name).suffix.lower(), b"Test accuracy"))
 
 
+@pytest.mark.long
 def test_figures_of_several_metrics_have_a_file_each(runs: Path) -> None:
     write_sweep(runs / "sweep")
     compare.main(["a", "sweep", "--output", "new", "--format", "png,markdown"])
@@ -232,6 +235,7 @@ def test_the_page_asks_no_server_and_runs_no_text_of_a_configuration(tmp_path: P
     assert len(plots(text)) == 1
 
 
+@pytest.mark.long
 def test_without_plotly_a_page_is_bad_input(
     runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -47,6 +47,7 @@ def decay(workers: int, accelerated: bool, steps: int) -> float:
     return sum(found) / len(found)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("workers", "steps"), [(16, 120), pytest.param(32, 400, marks=pytest.mark.slow)]
 )
@@ -97,6 +98,7 @@ def test_equal_workers_take_the_steps_of_gradient_descent():
     torch.testing.assert_close(problem.x, expected, rtol=0, atol=1e-12)
 
 
+@pytest.mark.long
 def test_workers_with_a_common_optimum_find_it_with_late_exchanges():
     problem = Quadratics()
     problem.b.copy_(problem.b[:1].expand_as(problem.b))
@@ -105,6 +107,7 @@ def test_workers_with_a_common_optimum_find_it_with_late_exchanges():
     assert problem.error < 1e-9
 
 
+@pytest.mark.long
 def test_the_bias_of_different_optima_is_smaller_than_that_of_dpsgd():
     errors = []
     for accelerated in (False, True):

@@ -120,6 +120,7 @@ def test_synchronous_steps_depend_on_no_delay(name):
     assert torch.equal(x, torch.stack([steps[i] for i in range(8)]))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("gossip", ["synchronous", "bounded", "asynchronous"])
 @pytest.mark.parametrize("name", ["plain", "power", "power rank 2", "top-k", "sign"])
 def test_the_sum_is_conserved_at_all_times(name, gossip):
@@ -135,6 +136,7 @@ def test_the_sum_is_conserved_at_all_times(name, gossip):
     assert moved > 1e-3  # the law is empty if no part is ever late
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "delay", "steps"), [("plain", 0, 450), ("plain", 4, 700),
                                                      ("power", 0, 1200)])  # fmt: skip
 @pytest.mark.parametrize(
@@ -182,6 +184,7 @@ def test_exact_diffusion_with_late_exchanges_is_exact():
     assert problem.error < 1e-9
 
 
+@pytest.mark.long
 def test_duals_that_grow_slowly_do_not_oscillate():
     """NIDS diverges with late exchanges, for small learning rates."""
     errors = []
@@ -244,6 +247,7 @@ def test_synchronous_learning_is_the_rule_of_all_workers(rule, name, overlapping
     torch.testing.assert_close(problem.x, expected.x, rtol=0, atol=1e-12)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "gossip"), [("plain", "bounded"), ("power", "asynchronous"), ("top-k", "bounded")]
 )
@@ -316,6 +320,7 @@ def test_a_clock_resumes_in_the_middle_with_the_same_bits(name, gossip):
     assert torch.equal(x, y)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["plain", "power", "top-k"])
 def test_losses_at_both_ends_are_exact_and_at_one_end_biased(name):
     biases = {}

@@ -73,6 +73,7 @@ DEATHS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "gossip",
     ["synchronous", pytest.param("bounded", marks=pytest.mark.slow), "asynchronous"],
@@ -101,6 +102,7 @@ def of_survivors(problem: Quadratics, alive: list[int]) -> float:
     return float((problem.x[alive] - optimum).square().sum(1).mean().sqrt())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("gossip", ["synchronous", "asynchronous"])
 def test_survivors_find_their_optimum_and_their_duals_sum_to_0(gossip):
     problem = Quadratics()
@@ -127,6 +129,7 @@ def tracking_clock(problem: Quadratics, events: dict[str, Any], **given: Any) ->
     return learning_clock(problem, "gradient-tracking", 0.05, values={**events, **late}, **given)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("overlapping", [False, True])
 @pytest.mark.parametrize(
     ("name", "gossip"),
@@ -154,6 +157,7 @@ def test_tracking_restarts_wherever_workers_learn_of_deaths_and_joins(name, goss
     assert moved > 1e-6
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("gossip", "events", "seconds"),
     [("synchronous", CHURN, 1200), ("bounded", LATER_DEATHS, 400), ("asynchronous", CHURN, 400)],
@@ -165,6 +169,7 @@ def test_survivors_find_their_optimum_by_tracking(gossip, events, seconds):
     assert of_survivors(problem, clock.alive) < 1e-9
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("gossip", "events", "seconds"),
     [("synchronous", CHURN, 1500), ("bounded", LATER_DEATHS, 900), ("asynchronous", CHURN, 900)],
@@ -203,6 +208,7 @@ def test_ends_that_know_of_different_deaths_use_one_weight():
         assert torch.equal(workers[i].rule.duals[j], -workers[j].rule.duals[i])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["plain", "power", "top-k"])
 def test_a_replacement_begins_with_the_mean_of_its_neighbors(name):
     x = start(8, torch.float32)

@@ -39,6 +39,7 @@ def made_up(run: Run) -> pd.DataFrame:
     return pd.DataFrame([["accuracy", *row, 1, 100.0] for row in rows], columns=columns)
 
 
+@pytest.mark.long
 def test_the_best_learning_rate_goes_on_without_a_look_at_test_data() -> None:
     values = tuned_methods.FASHION_MNIST | {"reshuffle_data": False, "use_decentralized_data": True}
     experiment = different_data.experiment("which", values, MORE)

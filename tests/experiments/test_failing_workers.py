@@ -47,6 +47,7 @@ def reported(experiment: Experiment, folder: Path) -> tuple[list[Run], str]:
     return runs, text
 
 
+@pytest.mark.long
 def test_runs_that_diverged_before_their_first_evaluation_are_in_the_table(tmp_path: Path) -> None:
     start = {"name": "workers", "value": 8, "epoch": 0, "bits": 0, "messages": 0, "seconds": 0.0}
     last = {"name": "accuracy", "split": "test_avg", "value": 0.5, "epoch": 5, "seconds": 9.0}
@@ -85,6 +86,7 @@ def test_late_exchanges(tmp_path: Path) -> None:
     assert seconds["asynchronous"] <= seconds["bounded, 4"] <= seconds["synchronous"]
 
 
+@pytest.mark.long
 def test_churn(tmp_path: Path) -> None:
     runs, _ = reported(failing_workers.churn(SMALL, (1,), first=2.0, last=8.0), tmp_path)
     assert len(runs) == 4 * 2
@@ -92,6 +94,7 @@ def test_churn(tmp_path: Path) -> None:
     assert rows[rows["name"] == "workers"]["value"].iloc[-1] == 6
 
 
+@pytest.mark.long
 def test_a2cid2(tmp_path: Path) -> None:
     few = a2cid2.VALUES | SMALL | {"num_epochs": 1}
     made = a2cid2.experiment(few, rates=(1e-6, 0.1), seeds=(1,))
@@ -103,6 +106,7 @@ def test_a2cid2(tmp_path: Path) -> None:
     assert [float(results(run)["messages"].max()) > 0 for run in compared] == [True, True]
 
 
+@pytest.mark.long
 def test_runs_of_the_experiments_are_accepted() -> None:
     """A third of the cases, with the values of the command line."""
     from omegaconf import OmegaConf

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pandas as pd
+import pytest
 
 from experiments import language
 from experiments.language import ALWAYS, DATA, FINAL, METHODS, OTHERS, RATES, VARIANTS
@@ -22,6 +23,7 @@ def made_up(run: Run) -> pd.DataFrame:
     return pd.DataFrame(table, columns=columns)
 
 
+@pytest.mark.long
 def test_the_best_go_on_with_their_rates_without_a_look_at_test_data() -> None:
     first, second = (stage(made_up) for stage in language.experiment().stages)
     assert len(first) == len(DATA) * len(METHODS) * len(RATES)
@@ -47,6 +49,7 @@ def test_the_best_go_on_with_their_rates_without_a_look_at_test_data() -> None:
         assert all(run.values.items() >= further.items() for run in of_variant)
 
 
+@pytest.mark.long
 def test_the_report_has_a_table_for_each_partition(tmp_path: Path) -> None:
     text = language.experiment().report(made_up, tmp_path)
     assert (tmp_path / "figure.svg").exists()

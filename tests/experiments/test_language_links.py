@@ -39,6 +39,7 @@ def results(run: Run) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+@pytest.mark.long
 def test_from_rows_to_the_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     averaging = dict.fromkeys(CHOSEN, (0.0, 0.0))
     monkeypatch.setattr(language_links, "averaging_seconds", lambda *_: averaging)

@@ -34,6 +34,7 @@ def results(run: Run) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+@pytest.mark.long
 def test_from_rows_to_the_table(tmp_path: Path) -> None:
     text = slow_host.experiment().report(results, tmp_path)
     lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
@@ -57,6 +58,7 @@ def test_the_time_to_a_target_is_interpolated() -> None:
         slow_host.time_to(10.0, *curve)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("more", [[], ["gossip=asynchronous"]])
 def test_gradients_take_the_given_time(
     more: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -257,6 +257,7 @@ WITH_LOOPS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.long
 @needs_compiler
 @pytest.mark.skipif(LEAST is None, reason="an unknown kind of processor")
 def test_the_bits_are_the_same_with_the_fewest_instructions(

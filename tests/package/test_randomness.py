@@ -154,6 +154,7 @@ PURPOSES: list[tuple[str, dict[str, Any], set[str]]] = [
 ]
 
 
+@pytest.mark.long
 def test_a_run_draws_all_random_numbers_from_its_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     """But for the split of Digits into training and test data, which is the same for all seeds."""
     drawn: set[tuple[str, int]] = set()

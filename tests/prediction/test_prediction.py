@@ -310,6 +310,7 @@ def test_the_recommendation_weighs_speed_and_agreement() -> None:
 # --- The experiments -----------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_measured_and_predicted_from_rows_to_tables(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

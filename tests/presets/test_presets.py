@@ -353,6 +353,7 @@ def test_relay_sgd_is_as_published(
     assert [schedule.learning_rate(c, epoch) for epoch in epochs] == pytest.approx(expected)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "method",
     [
@@ -389,6 +390,7 @@ def test_consensus_steps_are_as_published() -> None:
 # They run, on small data.
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "method", ["power-gossip", "choco-sign", "powersgd-rank-2", "dgc-warmup-5"]
 )
@@ -408,6 +410,7 @@ def test_a_cifar10_preset_learns_digits(
     assert accuracy.iloc[-1] > 0.5
 
 
+@pytest.mark.long
 def test_a_consensus_preset_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gossip_run, "config", OmegaConf.structured(gossip_run.Config))
     monkeypatch.setattr(gossip_run, "output_dir", None)

@@ -159,6 +159,7 @@ def test_a_second_checkpoint_of_a_step_does_not_touch_the_first(tmp_path: Path) 
     assert checkpoints.load(range(1))["x"].item() == 2.0
 
 
+@pytest.mark.long
 def test_a_figure_on_a_full_disk_is_a_sentence(tmp_path: Path) -> None:
     row = {"name": "accuracy", "value": 1.0, "epoch": 1, "bits": 0, "messages": 0, "seconds": 1.0}
     (tmp_path / FILE).write_text(json.dumps(row | {"split": "test_avg"}) + "\n")

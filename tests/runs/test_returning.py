@@ -204,6 +204,7 @@ def _end_or_stop(
         os._exit(code)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stops", [False, True], ids=["ended", "stopped"])
 @pytest.mark.parametrize(
     "stride", [23, pytest.param(1, marks=pytest.mark.slow)], ids=["a_few", "all"]

@@ -97,6 +97,7 @@ def test_files_that_do_not_match_are_rejected(tmp_path: Path) -> None:
         make_fashion_mnist(data_dir=tmp_path)
 
 
+@pytest.mark.long
 def test_the_real_fashion_mnist_is_complete() -> None:
     try:
         paths = fashion_mnist.find(options(task="FashionMNIST"))

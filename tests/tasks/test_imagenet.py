@@ -97,6 +97,7 @@ def test_held_out_images_are_no_training_images(folder: Path) -> None:
     assert task.evaluate(model, "valid")["count"] == 3
 
 
+@pytest.mark.long
 def test_a_run_on_a_folder_has_rows_of_top5_accuracy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -312,6 +312,7 @@ def test_perplexity_is_derived_from_the_mean() -> None:
     assert math.isnan(task.derived({"cross_entropy": math.nan})["perplexity"])
 
 
+@pytest.mark.long
 def test_words_that_follow_a_rule_are_learned_in_seconds() -> None:
     """Each word is 3 times the one before, modulo 17."""
     words = torch.tensor([pow(3, i, 17) for i in range(400)])
@@ -408,6 +409,7 @@ def test_topics_are_assigned_by_their_names() -> None:
     ]
 
 
+@pytest.mark.long
 def test_rare_words_of_topics_are_unknown() -> None:
     def vocabulary(**task_options: Any) -> int:
         task = tasks.make("LSTM", n_workers=1, batch_size=1, seed=1, task_options=task_options)

@@ -127,6 +127,7 @@ def test_the_key_reaches_the_shards_and_the_facts() -> None:
     assert on_ring.tolist() != elsewhere.tolist()
 
 
+@pytest.mark.long
 def test_a_thousand_workers_take_seconds() -> None:
     counts = np.random.default_rng(0).multinomial(100, np.full(10, 0.1), 1024)
     counts[:, 0] += np.arange(1024) // 8

@@ -213,6 +213,7 @@ def test_a_small_alpha_gives_each_worker_a_label_or_two(alpha: float, seed: int)
     assert (held.sum(1) <= 2).mean() >= 0.7
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("alpha", [0.3, 1.0, 5.0])
 def test_proportions_have_the_moments_of_dirichlet(alpha: float) -> None:
     """Mean 1/k, variance (1/k)(1 − 1/k) / (kα + 1), for the k labels of a worker whom others leave

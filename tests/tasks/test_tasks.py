@@ -223,6 +223,7 @@ def test_batches_of_images_are_normalized(any_task: tasks.Task, name: str) -> No
     assert (images.std((0, 2, 3)) - 1).abs().max() < 1e-3
 
 
+@pytest.mark.long
 def test_models_start_from_their_seed_alone(any_task: tasks.Task) -> None:
     for architecture, model in models_of(any_task):
         state = torch.get_rng_state()
@@ -237,6 +238,7 @@ def test_models_start_from_their_seed_alone(any_task: tasks.Task) -> None:
         assert not torch.allclose(first, other)
 
 
+@pytest.mark.long
 def test_a_loss_is_the_mean_over_a_batch_and_reaches_all_parameters(any_task: tasks.Task) -> None:
     """For words, over the positions too; there the first epoch's first batch finds no state."""
     for _, model in models_of(any_task):

@@ -386,6 +386,7 @@ def test_contraction_of_directed_graphs() -> None:
     assert make("exponential", 8).contraction() == pytest.approx(0.5)
 
 
+@pytest.mark.long
 @given(connected_graphs())
 @settings(max_examples=60, deadline=None)
 def test_every_connected_graph_averages(graph: nx.Graph) -> None:
@@ -420,6 +421,7 @@ def test_large_spectra_equal_dense_ones(name: str, n: int, monkeypatch: pytest.M
         _ = sparse.eigenvalues
 
 
+@pytest.mark.long
 def test_ten_thousand_workers_take_seconds() -> None:
     start = time.process_time()
     topology = make("random-regular", 10_000)
@@ -451,6 +453,7 @@ def test_a_worker_talks_to_one_other_at_most(name: str, n: int) -> None:
             assert (heard == 0).sum() == n % 2
 
 
+@pytest.mark.long
 def test_random_matchings_are_uniform() -> None:
     for n in (5, 6):  # of five workers each is idle as often as with any other
         often = talks(make("random-matching", n, seed=1, options={"period": 800}))
@@ -561,6 +564,7 @@ def test_epidemics_are_uniform(s: int) -> None:
     assert np.abs(pairs - 800 * share).max() < 5 * math.sqrt(800 * share * (1 - share))
 
 
+@pytest.mark.long
 @given(connected_graphs())
 @settings(max_examples=60, deadline=None)
 def test_matchings_have_every_edge_once(graph: nx.Graph) -> None:
@@ -1053,6 +1057,7 @@ def test_fastest_weights_are_a_minimum() -> None:
             assert norm(other) > norm(W) - 5e-6
 
 
+@pytest.mark.long
 def test_fastest_weights_reach_the_lower_bound_of_cutting_planes() -> None:
     """‖W − J‖ ≥ ± vᵀ(W − J)v for every unit vector v: a linear program in the weights.
 

@@ -31,6 +31,7 @@ def trainer(choice: str, who: Processes = ALONE, **changes: Any) -> Trainer:
     return run
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "changes",
     [
@@ -63,6 +64,7 @@ def test_gradients_buffers_and_metrics_are_those_of_one_worker_at_a_time(
     assert {k: v.tolist() for k, v in first.items()} == {k: v.tolist() for k, v in second.items()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("architecture", ["MLP", "ResNet20"])
 def test_batches_of_two_sizes_take_two_calls(architecture: str) -> None:
     """The last ones of an epoch: of 5 workers, two have a sample more."""
@@ -204,6 +206,7 @@ def test_batches_fit_only_if_values_without_axes_are_equal(other: Any) -> None:
     assert stacked([first, {**equal, "weight": other}]) is None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "changes", [{"batch_size": 100}, {**TEXT, "max_steps_per_epoch": 9}], ids=["MLP", "dropout"]
 )

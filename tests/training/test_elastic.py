@@ -203,6 +203,7 @@ def test_within_an_epoch_the_run_resumes_at_the_same_fraction(tmp_path: Path) ->
     assert built(Processes(), tmp_path, **PLAIN, n_workers=6).position[:2] == (0, 1)
 
 
+@pytest.mark.long
 def test_a_run_trains_on_with_2_and_then_6_workers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -223,6 +224,7 @@ def test_a_run_trains_on_with_2_and_then_6_workers(
     assert OmegaConf.load(tmp_path / "config.yaml")["n_workers"] == 6  # type: ignore[index]
 
 
+@pytest.mark.long
 def test_the_next_checkpoint_resumes_to_the_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

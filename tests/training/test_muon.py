@@ -259,6 +259,7 @@ def test_rules_that_take_adamw_take_muon() -> None:
         learning.rule("quasi-global-momentum", "muon")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("optimizer", ["power-gossip", "choco", "ef-sgd"])
 def test_a_run_learns(optimizer: str) -> None:
     """With clipping, momentum of Muon's own, and other methods' messages."""

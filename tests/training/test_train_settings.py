@@ -143,6 +143,7 @@ def test_a_consensus_rate_with_which_models_diverge_gives_a_warning(
     assert any("consensus_rate" in str(w.message) for w in caught) == warned
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("optimizer", ["dpsgd", "power-gossip"])
 def test_messages_in_flight_during_a_round_reduce_the_default_diffusion_rate(
     optimizer: str,

@@ -109,6 +109,7 @@ def test_a_ratio_that_is_no_part_is_rejected_by_tasks(ratio: float) -> None:
         tasks.make("Digits", n_workers=1, batch_size=1, seed=1, validation_ratio=ratio)
 
 
+@pytest.mark.long
 def test_a_text_holds_out_its_end() -> None:
     """The vocabulary is that of the remaining text."""
 
@@ -155,6 +156,7 @@ def by_epoch(rows: pd.DataFrame, name: str, split: str) -> list[float]:
     return chosen.groupby("epoch")["value"].mean().tolist()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("averaged", [True, False])
 def test_the_best_checkpoint_is_chosen_on_validation_data(tmp_path: Path, averaged: bool) -> None:
     """Rows for every metric, beside the test rows; the validation rows give the score."""
@@ -178,6 +180,7 @@ def test_the_best_checkpoint_is_chosen_on_validation_data(tmp_path: Path, averag
     assert facts["kernels"] == kernels.name(kernels.compiled())
 
 
+@pytest.mark.long
 def test_tuning_may_leave_out_workers_and_test_data(tmp_path: Path) -> None:
     """The other rows, and the score, stay the same."""
     everything = trained(tmp_path / "everything", validation_ratio=RATIO)
@@ -215,6 +218,7 @@ def test_validation_rows_are_of_the_models_on_the_held_out_samples() -> None:
         assert row["value"] == pytest.approx(sums[row["name"]] / sums["count"])
 
 
+@pytest.mark.long
 def test_without_a_ratio_no_rows_are_added(tmp_path: Path) -> None:
     rows = trained(tmp_path / "run", num_epochs=1)
     assert set(rows["split"].dropna()) == {"train", "test", "test_avg"}
@@ -222,6 +226,7 @@ def test_without_a_ratio_no_rows_are_added(tmp_path: Path) -> None:
     assert facts["samples"] == {"train": 1437, "test": 360}
 
 
+@pytest.mark.long
 def test_the_summary_and_the_figure_have_the_validation_accuracy(tmp_path: Path) -> None:
     def row(split: str, value: float, epoch: int, **tags: Any) -> dict[str, Any]:
         common = {"name": "accuracy", "split": split, "value": value, "epoch": epoch, "bits": 8}

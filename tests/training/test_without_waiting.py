@@ -46,6 +46,7 @@ def trainer(*keys: str, ones: bool = False, hooks: Hooks | None = None) -> Itera
         yield Trainer(settings, ALONE, hooks)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "keys",
     [
@@ -76,6 +77,7 @@ def test_a_batch_comes_from_pinned_memory() -> None:
     batch.pin_memory().to.assert_called_once_with(CUDA, non_blocking=True)
 
 
+@pytest.mark.long
 def test_an_evaluation_and_the_state_of_a_run() -> None:
     rows: list[Any] = []
     hooks = Hooks(log_metric=lambda *row: rows.append(row))
