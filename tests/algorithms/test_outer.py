@@ -471,14 +471,9 @@ def test_a_look_at_the_state_receives_overlapping_messages_and_changes_nothing(
     assert torch.equal(*models)
 
 
-<<<<<<< HEAD
+@pytest.mark.long
 @pytest.mark.parametrize(("corrects", "fragments"), [(False, 1), (True, 1), (True, 2)])
 def test_overlapping_has_the_fixed_point_of_stable_rates(corrects: bool, fragments: int) -> None:
-=======
-@pytest.mark.long
-@pytest.mark.parametrize("corrects", [False, True])
-def test_overlapping_has_the_fixed_point_of_stable_rates(corrects: bool) -> None:
->>>>>>> a29bb8a2eb05f27d1d96a798345254f7a6168d41
     """At the default of a lazy ring. With the correction it is exact."""
     options: dict[str, Any] = {"overlapping": True, "gradient_correction": corrects}
     topology = topologies.make("ring", 8)
