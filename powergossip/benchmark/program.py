@@ -34,6 +34,7 @@ from powergossip.training.config_checks import checked
 
 RESULT, TUNING, FINAL = "result.json", "tuning", "final"
 DIVERGED = 1e2  # times the error at the start
+ROUNDING = 1e-10  # error, relative to the start, below which matrices agree
 
 # Of runs that compare settings. They do not see the test data.
 HELD_OUT: Values = {
@@ -203,8 +204,8 @@ def agree(
         evaluations.append(
             {
                 "step": step,
-                "mean": math.log10(max(error.mean().item(), 1e-16)),
-                "worst": math.log10(max(error.max().item(), 1e-16)),
+                "mean": math.log10(max(error.mean().item(), ROUNDING)),
+                "worst": math.log10(max(error.max().item(), ROUNDING)),
                 "MB": int(network.bits[0]) / 8e6,
                 "messages": int(network.messages[0]),
                 "seconds": math.nan,
