@@ -208,7 +208,6 @@ def agree(
                 "worst": math.log10(max(error.max().item(), ROUNDING)),
                 "MB": int(network.bits[0]) / 8e6,
                 "messages": int(network.messages[0]),
-                "seconds": math.nan,
             }
         )
     return {

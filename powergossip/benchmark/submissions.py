@@ -35,7 +35,7 @@ def save(
     tiers[tier] = {"tasks": merged, "made": dict(made)}
     content = {"name": entry.name, "source": entry.source, "tiers": tiers}
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, json.dumps(content, indent=1) + "\n")
+    write_atomically(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
     return path
 
 
