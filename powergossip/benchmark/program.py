@@ -195,7 +195,7 @@ def agree(
     evaluations, diverged = [], False
     for step in range(1, values["steps"] + 1):
         network.run(rule.step(x))
-        if step % 20 and step != values["steps"]:
+        if step % (values["steps"] // 40):
             continue
         error = errors() / at_start
         diverged = not error.mean().item() <= DIVERGED

@@ -35,8 +35,17 @@ def save(
     tiers[tier] = {"tasks": merged, "made": dict(made)}
     content = {"name": entry.name, "source": entry.source, "tiers": tiers}
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
+    write_atomically(path, json.dumps(_rounded(content), allow_nan=False) + "\n")
     return path
+
+
+def _rounded(value: Any) -> Any:
+    """Numbers with six digits."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    return [_rounded(item) for item in value] if isinstance(value, list) else value
 
 
 def read(path: Path) -> dict[str, Any]:
