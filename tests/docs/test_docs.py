@@ -13,6 +13,9 @@ import yaml
 
 import train
 from docs import costs
+from powergossip.benchmark import page as benchmark_page
+from powergossip.benchmark import submissions
+from powergossip.benchmark.tasks import TIERS
 from powergossip.tasks.models import ResNet20
 from tests.harness import launch
 
@@ -81,6 +84,8 @@ def test_keys_in_the_text_exist() -> None:
 def test_measured_numbers_are_those_of_a_report() -> None:
     """Every mean with a standard deviation, and the whole table with its bits."""
     reports = "\n".join(p.read_text() for p in (DOCS / "results").glob("*/report.md"))
+    entries = submissions.read_all([submissions.OF_LIBRARY])
+    reports += "".join(benchmark_page.text(entries, tier, None, None) for tier in TIERS)
     for page in TEXTS:
         for number in re.findall(r"[\d.]+ ± [\d.]*\d", page.read_text()):
             assert number in reports, (name(page), number)
