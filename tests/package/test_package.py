@@ -16,7 +16,6 @@ from typing import Any
 
 import networkx as nx
 import pytest
-import yaml
 from omegaconf import DictConfig, OmegaConf
 from packaging.requirements import Requirement
 
@@ -633,17 +632,3 @@ def test_threads_that_wait_soon_sleep(given: dict[str, str], expected: str) -> N
         [sys.executable, "-c", code], env={**kept, **given}, text=True, cwd=launch.ROOT
     )
     assert printed.strip() == expected
-
-
-# --- The version ----------------------------------------------------------------------------------
-
-
-def test_citation_and_changelog_have_the_version() -> None:
-    """CITATION.cff names the software only: the papers are named by the pages of the methods."""
-    citation = yaml.safe_load((launch.ROOT / "CITATION.cff").read_text())
-    assert citation["version"] == powergossip.__version__
-    assert citation["title"]
-    assert citation["authors"]
-    assert "references" not in citation
-    changes = (launch.ROOT / "CHANGELOG.md").read_text()
-    assert re.findall("^## (.*)", changes, re.MULTILINE)[0] == powergossip.__version__
