@@ -79,7 +79,7 @@ trackers: setup ## Weights & Biases and MLflow: test-all leaves their tests out 
 trainers: extras := trainers
 trainers: setup ## accelerate, Lightning and transformers, 190 MB: the same for their examples
 release: extras := release
-release: setup ## build, twine and check-wheel-contents: the same for the test of sdist and wheel
+release: setup ## build, twine, zizmor: the same for the checks of sdist, wheel and workflows
 trackers trainers release:
 	@$(activate) && python -m pip install --quiet --disable-pip-version-check --no-build-isolation \
 		-c environment/constraints.txt --editable '.[$(extras)]' || \
