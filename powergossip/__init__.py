@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from powergossip.parameters import Layout, Parameters
     from powergossip.training.trainer import Trainer
 
+__version__ = "1.0.0"
+
 # A thread of GNU's OpenMP polls for milliseconds before it sleeps, on the core that the thread it
 # waits for needs if cores are shared: a training step then takes ten times as long. With this it
 # polls for microseconds. OpenMP reads it when torch is loaded. Other OpenMP libraries ignore it.

@@ -122,7 +122,7 @@ def test_the_map_has_every_file_and_folder_of_the_top_level() -> None:
     folders = {name.split("/")[0] + "/" for name in tracked if "/" in name if name[0] != "."}
     programs = {name for name in tracked if "/" not in name and name.endswith(".py")}
     assert sorted(shown) == sorted(folders | programs)
-    assert len(shown) == 12
+    assert len(shown) == 13
 
 
 def test_files_that_are_linked_exist() -> None:

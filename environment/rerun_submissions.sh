@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# Checks the benchmark's results that were added since a commit, repeats their quick tier, and prints
+# the tables: those of the pull request, and those of the repetition.
+#
+#     bash environment/rerun_submissions.sh origin/main
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source .venv/bin/activate
+mapfile -t files < <(git diff --name-only --diff-filter=AM "$1...HEAD" -- 'powergossip/benchmark/submissions/*.json')
+for file in "${files[@]}"; do
+    name=$(basename "$file" .json)
+    powergossip-benchmark check "$file"
+    printf '# %s\n\n```\n' "$name"
+    powergossip-benchmark show "$name" --folder output/none
+    printf '```\n\n# %s, again\n\n```\n' "$name"
+    powergossip-benchmark run "$file" 1>&2
+    powergossip-benchmark show "$name"
+    printf '```\n\n'
+done
