@@ -54,9 +54,11 @@ sphinx_gallery_conf = {
     "image_scrapers": ("docs.gallery.pictures",),
     "image_srcset": ["2x"],
     "reset_modules": ("docs.gallery.style",),
+    "thumbnail_size": (400, 220),
     "capture_repr": (),
     "abort_on_example_error": True,
     "download_all_examples": False,
+    "min_reported_time": 3600,  # seconds: that of the machine which has built the site is not shown
     "show_signature": False,
     "write_computation_times": False,
 }

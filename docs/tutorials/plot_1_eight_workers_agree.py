@@ -14,9 +14,9 @@ This page shows how fast eight workers learn from each other, on three graphs.
 # workers agree if all weights are 1/8.
 
 import matplotlib.pyplot as plt
-import networkx as nx
 import torch
 from matplotlib.animation import FuncAnimation
+from matplotlib.collections import LineCollection
 
 import algorithms
 import topologies
@@ -62,31 +62,35 @@ for graph in GRAPHS:
 # three steps all pies are exactly even, for half the bits of a ring.
 
 FRAMES = 4  # of a step
-figure, panels = plt.subplots(1, 3, figsize=(9, 3.7), label="pies of weights on three graphs")
+figure, panels = plt.subplots(
+    ncols=3,
+    figsize=(9, 3.4),
+    gridspec_kw={"left": 0, "right": 1, "bottom": 0, "top": 0.86, "wspace": 0},
+    label="pies of weights on three graphs",
+)
+figure.set_layout_engine("none")
+angle = torch.arange(WORKERS) * 2 * torch.pi / WORKERS
+places = torch.stack([angle.cos(), angle.sin()], 1)
+pies, lines = {}, {}
+for panel, graph in zip(panels, GRAPHS, strict=True):
+    lines[graph] = panel.add_collection(LineCollection([], colors="#999999", zorder=0))
+    for worker in range(WORKERS):
+        even = [1] * WORKERS
+        pies[graph, worker], _ = panel.pie(even, colors=COLORS, center=places[worker], radius=0.27)
+    panel.set(xlim=(-1.4, 1.4), ylim=(-1.3, 1.3), title=graph)
 
 
 def draw(frame):
     step, part = divmod(frame, FRAMES)
     part = min(1, part / (FRAMES - 2))  # the weights change, then rest
-    for panel, graph in zip(panels, GRAPHS, strict=True):
-        history = histories[graph]
-        before, after = history[min(step, STEPS)], history[min(step + 1, STEPS)]
-        topology = topologies.make(graph, WORKERS)
-        edges = nx.from_scipy_sparse_array(topology.round(step).weights)
-        places = nx.circular_layout(edges)
-        panel.clear()
-        panel.set_axis_off()
-        nx.draw_networkx_edges(edges, places, ax=panel, edge_color="#999999")
-        for worker, weights in enumerate(before.lerp(after, part).tolist()):
-            panel.pie(
-                weights,
-                colors=COLORS,
-                center=places[worker],
-                radius=0.27,
-                startangle=90,
-                wedgeprops={"edgecolor": "white", "linewidth": 0.4 * (max(weights) < 1)},
-            )
-        panel.set(xlim=(-1.35, 1.35), ylim=(-1.35, 1.35), title=graph)
+    for graph, history in histories.items():
+        receivers, senders = topologies.make(graph, WORKERS).round(step).weights.nonzero()
+        lines[graph].set_segments(torch.stack([places[receivers], places[senders]], 1).numpy())
+        weights = history[min(step, STEPS)].lerp(history[min(step + 1, STEPS)], part)
+        spans = 90 + 360 * torch.nn.functional.pad(weights.cumsum(1), (1, 0)).unfold(1, 2, 1)
+        for worker in range(WORKERS):
+            for wedge, (begin, end) in zip(pies[graph, worker], spans[worker], strict=True):
+                wedge.set(theta1=begin, theta2=end)
     figure.suptitle(f"step {min(step + (part > 0), STEPS)}")
 
 

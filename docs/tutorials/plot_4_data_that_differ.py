@@ -49,8 +49,6 @@ class Plane:
 
 
 class SGD:
-    """A local optimizer: the learning rate times the gradient."""
-
     def __init__(self, x, rate):
         self.x, self.rate = x, rate
 
@@ -65,9 +63,8 @@ def path(rule, steps=300):
     """The points of all workers, [step, worker, 2]."""
     plane = Plane()
     network = Network(topologies.make("ring", 8))
-    workers = learning.Workers(
-        network, lambda layout: algorithms.PlainGossip(network), plane, SGD(plane.x, rate=0.1)
-    )
+    gossip = algorithms.PlainGossip(network)
+    workers = learning.Workers(network, lambda layout: gossip, plane, SGD(plane.x, rate=0.1))
     rule, points = learning.make(rule, workers), [plane.x.clone()]
     for _ in range(steps):
         rule.start()
@@ -103,16 +100,13 @@ plt.show()
 # The same with a network of 26,122 parameters: each worker has images of one or two digits
 # (`use_decentralized_data=true`). Its model forgets the others between two exchanges.
 
-SETTINGS = (
-    "n_workers=8 task_architecture=MLP use_decentralized_data=true num_epochs=20 optimizer=dpsgd"
-    " learning_rate=0.05 log_verbosity=0"
-)
+SETTINGS = "n_workers=8 task_architecture=MLP optimizer=dpsgd learning_rate=0.05 num_epochs=20"
 folder = Path(tempfile.mkdtemp())
 figure, panels = plt.subplots(1, 3, figsize=(9, 3.4), sharey=True)
 for panel, rule in zip(panels, RULES, strict=True):
-    arguments = f"{SETTINGS} learning={rule} --output-dir {folder / rule}"
+    arguments = f"{SETTINGS} use_decentralized_data=true learning={rule}"
     with contextlib.redirect_stdout(io.StringIO()):  # without the table of the run
-        train.main(arguments.split())
+        train.main([*arguments.split(), "log_verbosity=0", "--output-dir", str(folder / rule)])
     rows = pd.read_json(folder / rule / "metrics.jsonl", lines=True)
     accuracy = rows[rows.name == "accuracy"]
     for worker, of_worker in accuracy[accuracy.split == "test"].groupby("worker"):
