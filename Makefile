@@ -103,5 +103,5 @@ docs-serve: docs ## the site at http://localhost:8000; PORT=…
 	@$(activate) && python -m http.server --bind 127.0.0.1 --directory docs/_build/html $(PORT)
 
 clean: ## remove .venv, builds and caches; keeps output/ and data/
-	rm -rf .venv build docs/_build docs/_generated *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv build docs/_build docs/_generated docs/_tutorials *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

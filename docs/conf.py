@@ -25,9 +25,14 @@ project = "Decentralized deep learning"
 version = release = powergossip.__version__
 author = "The decentralized-deep-learning authors"
 copyright = author
-exclude_patterns = ["_build", "_generated"]
+exclude_patterns = ["_build", "_generated", "tutorials"]  # tutorials: as pages in _tutorials
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx_gallery.gen_gallery",
+]
 default_role = "code"  # of `single backticks` in docstrings
 napoleon_numpy_docstring = False
 napoleon_custom_sections = [("Attributes", "params_style")]
@@ -44,6 +49,23 @@ toc_object_entries_show_parents = "hide"
 smartquotes = False  # two dashes begin an option
 highlight_language = "none"  # of blocks that name no language: formulas, commands, columns
 
+# Programs in tutorials/ are run and become pages, if they have changed.
+sphinx_gallery_conf = {
+    "examples_dirs": "tutorials",
+    "gallery_dirs": "_tutorials",
+    "within_subsection_order": "FileNameSortKey",
+    "image_scrapers": ("docs.gallery.pictures",),
+    "image_srcset": ["2x"],
+    "reset_modules": ("docs.gallery.style",),
+    "thumbnail_size": (400, 220),
+    "capture_repr": (),
+    "abort_on_example_error": True,
+    "download_all_examples": False,
+    "min_reported_time": 3600,  # seconds: that of the machine which has built the site is not shown
+    "show_signature": False,
+    "write_computation_times": False,
+}
+
 html_theme = "pydata_sphinx_theme"
 html_title = f"{project} {version}"
 html_static_path = ["_static", str(page.SORT)]
@@ -56,7 +78,7 @@ html_show_sourcelink = False
 html_theme_options = {
     "navbar_center": ["navbar-nav"],
     "navbar_end": ["theme-switcher"],
-    "header_links_before_dropdown": 6,
+    "header_links_before_dropdown": 7,
     "show_prev_next": True,
     "footer_start": ["copyright"],
     "footer_end": [],

@@ -1,6 +1,7 @@
 """The documentation site builds strictly and asks no other server. `make docs` runs these tests on
-the site that it has built; building one takes 20 s of a core."""
+the site that it has built; building one takes two minutes of a core, most of them for tutorials."""
 
+import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -11,7 +12,7 @@ from powergossip import algorithms
 from powergossip.algorithms import aggregation, torch_powersgd
 from tests.harness import launch
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2000)]  # with all tutorials, on a busy machine
 
 DOCS = launch.ROOT / "docs"
 
@@ -35,7 +36,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return made
     folder = tmp_path_factory.mktemp("site")
     options = ["-q", "-W", "--keep-going", "-d", str(folder / "doctrees")]
-    built = launch.python("-m", "sphinx", *options, DOCS, folder / "html", timeout=400)
+    built = launch.python("-m", "sphinx", *options, DOCS, folder / "html", timeout=1800)
     assert built.returncode == 0, built.stderr
     assert built.stderr == ""
     return folder / "html"
@@ -147,3 +148,20 @@ def test_docstrings_are_in_the_api_pages(site: Path) -> None:
     assert 'id="powergossip.algorithms.PowerGossip"' in text
     assert "https://arxiv.org/abs/2008.01425" in text
     assert "system-message" not in text
+
+
+def test_every_tutorial_has_a_page_with_pictures_and_a_notebook(site: Path) -> None:
+    listed = (site / "_tutorials" / "index.html").read_text()
+    for tutorial in (DOCS / "tutorials").glob("*.py"):
+        page = (site / "_tutorials" / f"{tutorial.stem}.html").read_text()
+        assert f"{tutorial.stem}.html" in listed
+        assert "sphx-glr-single-img" in page
+        (file,) = set(re.findall(rf'"\.\./([^"]*/{tutorial.stem}\.ipynb)"', page))
+        assert json.loads((site / file).read_text())["cells"]
+
+
+def test_the_first_page_shows_tutorials(site: Path) -> None:
+    requests = Requests()
+    requests.feed((site / "index.html").read_text())
+    pictures = [address for address in requests.addresses if "sphx_glr_" in address]
+    assert [Path(address).suffix for address in pictures] == [".gif", ".png", ".png"]
