@@ -229,6 +229,7 @@ def make(
     network: Network,
     layout: Layout,
     options: AveragingOptions | None = None,
+    /,
     **given: Any,
 ) -> Averaging:
     """Build the averaging algorithm of that name with the options `given`.

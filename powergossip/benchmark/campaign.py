@@ -9,6 +9,7 @@ from typing import Any
 
 from powergossip.benchmark.entries import Entry
 from powergossip.benchmark.tasks import SEEDS, TASKS, TRIES, TUNING_SEED, BenchmarkTask, Values
+from powergossip.errors import BadInput
 from powergossip.runner import runner
 from powergossip.runner.runner import Experiment, Folder, Run
 
@@ -31,9 +32,15 @@ class Campaign:
         self._method = method
         stages: list[Callable[[Any], list[Run]]] = [
             lambda _: [self.tuning(task) for task in self.tasks],
-            lambda _: [self.final(task) for task in self.tasks],
+            lambda _: [self.final(task) for task in self.tasks if self._is_done(task, TUNING)],
         ]
-        self.experiment = Experiment(f"{entry.name}, {tier}", stages, lambda *_: "")
+        self.experiment = Experiment(
+            f"{entry.name}, {tier}", stages, lambda *_: "", independent=True
+        )
+
+    def _is_done(self, task: BenchmarkTask, stage: str) -> bool:
+        run = self.tuning(task) if stage == TUNING else self.final(task)
+        return self.folder.state(run) == "done"
 
     def tuning(self, task: BenchmarkTask) -> Run:
         """The runs of all settings on held-out data."""
@@ -65,12 +72,18 @@ class Campaign:
     def _result(self, run: Run) -> dict[str, Any]:
         if self.folder.state(run) != "done":
             raise ValueError(f"{run.labels} is not done")
-        return dict(json.loads((self.folder.of(run) / RESULT).read_text()))
+        file = self.folder.of(run) / RESULT
+        try:
+            return dict(json.loads(file.read_text()))
+        except (OSError, ValueError) as error:
+            raise BadInput(f"{file} is damaged; remove its folder and run again") from error
 
     def results(self) -> dict[str, Any]:
         """What is known of each task whose runs are done."""
         found = {}
         for task in self.tasks:
+            if not (self._is_done(task, TUNING) and self._is_done(task, FINAL)):
+                continue
             tuned = self._result(self.tuning(task))["runs"]
             final = self._result(self.final(task))
             runs = final.pop("runs")
@@ -86,6 +99,7 @@ class Campaign:
                     {key: run[key] for key in ("seed", "diverged", "evaluations")} for run in runs
                 ],
                 **final,
+                "made": circumstances(),
             }
         return found
 

@@ -23,7 +23,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from powergossip import checks, command_line
-from powergossip.benchmark.tasks import QUICK, SEEDS, TASKS, TIERS, TRIES
+from powergossip.benchmark.entries import Entry
+from powergossip.benchmark.tasks import QUICK, SEEDS, TASKS, TIERS, TRIES, BenchmarkTask
 from powergossip.errors import BadInput
 from powergossip.formatting import plain
 
@@ -35,14 +36,17 @@ JOBS = 64  # default limit of concurrent Slurm jobs
 def main(arguments: Sequence[str]) -> None:
     """Carry out a command line. Raises BadInput; exits with 1 if a run failed."""
     options = _parse(arguments)
-    if options.command == "list":
-        _list(options)
-    elif options.command == "run":
-        _run(options)
-    elif options.command == "show":
-        _show(options)
-    else:
-        _check(options)
+    carry_out = {"list": _list, "run": _run, "show": _show, "check": _check}[options.command]
+    try:
+        carry_out(options)
+    except BrokenPipeError:  # `| head`
+        sys.stdout = None
+    except OSError as error:
+        raise BadInput(f"{error.filename}: {error.strerror}") from error
+
+
+def _warn(text: str) -> None:
+    print(text, file=sys.stderr)
 
 
 def command() -> None:
@@ -61,7 +65,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, help="folder for tables, figures and page of show")
     options = command_line.parsed(parser, arguments)
     try:
-        checks.one_of("the command", options.command, ("list", "run", "show", "check"))
+        checks.one_of("command", options.command, ("list", "run", "show", "check"))
         checks.one_of("--tier", options.tier, TIERS)
         checks.one_of("--launcher", options.launcher, LAUNCHERS)
         for name in options.task or ():
@@ -90,7 +94,7 @@ def _list(options: argparse.Namespace) -> None:
     tiers += [[tier, str(TRIES[tier]), str(len(SEEDS))] for tier in TIERS]
     done = {
         found["name"]: ", ".join(found["tiers"])
-        for found in submissions.read_all([submissions.OF_LIBRARY, options.folder])
+        for found in submissions.read_all([submissions.OF_LIBRARY, options.folder], _warn)
     }
     entries = [["entry", "results"]]
     entries += [[name, done.get(name, "")] for name in dict.fromkeys((*library.ENTRIES, *done))]
@@ -98,8 +102,8 @@ def _list(options: argparse.Namespace) -> None:
 
 
 def _run(options: argparse.Namespace) -> None:
-    from powergossip.benchmark import entries, program, submissions
-    from powergossip.benchmark.campaign import Campaign, circumstances
+    from powergossip.benchmark import entries, submissions
+    from powergossip.benchmark.campaign import Campaign
     from powergossip.runner.runner import carry_out
 
     entry = entries.find(options.method)
@@ -108,30 +112,53 @@ def _run(options: argparse.Namespace) -> None:
     if Path(method).suffix:
         method = str(Path(method).resolve())
     campaign = Campaign(entry, method, options.tier, names, options.folder)
+    own = options.folder / f"{entry.name}.json"
+    if own.exists():
+        submissions.read(own)
+    campaign.tasks = [task for task in campaign.tasks if _accepts(entry, task, options.tier)]
     if not campaign.tasks:
         raise BadInput(f"{entry.name} has no settings of {', '.join(names)}")
-    for task in campaign.tasks:
-        for setting in entry.settings[task.name][: TRIES[options.tier]]:
-            program.check(task, options.tier, setting)
     cores = options.cores or (JOBS if options.launcher == "slurm" else os.cpu_count() or 1)
     with campaign.folder.claimed():
         failed = carry_out(campaign.experiment, campaign.folder, cores, options.launcher)
     for run in failed:
         print(f"failed: {campaign.folder.of(run) / 'log.txt'}", file=sys.stderr)
+    results = campaign.results()
+    if results:
+        path, note = submissions.save(entry, options.tier, results, options.folder)
+        print(f"{note}\n" * bool(note), end="")
+        print(f"results: {path}; beside the others: powergossip-benchmark show {entry.name}")
     if failed:
         sys.exit(1)
-    path = submissions.save(
-        entry, options.tier, campaign.results(), circumstances(), options.folder
-    )
-    print(f"results: {path}; beside the others: powergossip-benchmark show {entry.name}")
+
+
+def _accepts(entry: Entry, task: BenchmarkTask, tier: str) -> bool:
+    """Whether a task accepts the settings of an entry. Says so if it does not.
+
+    Raises BadInput if the task has a list of its own.
+    """
+    from powergossip.benchmark import program
+
+    settings = entry.settings[task.name]
+    try:
+        for setting in settings[: TRIES[tier]]:
+            program.check(task, tier, setting)
+    except BadInput as error:
+        if task.name in entry.demanded:
+            raise
+        print(f"left out: {error}")
+        return False
+    if len(settings) > TRIES[tier]:
+        print(f"{task.name}: the first {TRIES[tier]} of {len(settings)} settings are tried")
+    return True
 
 
 def _show(options: argparse.Namespace) -> None:
     from powergossip.benchmark import page, submissions
 
-    found = submissions.read_all([submissions.OF_LIBRARY, options.folder])
+    found = submissions.read_all([submissions.OF_LIBRARY, options.folder], _warn)
     names = [entry["name"] for entry in found]
-    chosen = options.method and Path(options.method).stem
+    chosen = _name(options.method)
     if chosen and chosen not in names:
         raise BadInput(
             f'there are no results of "{chosen}"; run it first, or use {", ".join(names)}'
@@ -145,7 +172,21 @@ def _show(options: argparse.Namespace) -> None:
 def _check(options: argparse.Namespace) -> None:
     from powergossip.benchmark import submissions
 
-    found = submissions.problems(submissions.read(Path(options.method)))
-    if found:
-        raise BadInput(f"{options.method} is not complete: {'; '.join(found)}")
-    print(f"{options.method} is complete")
+    path = Path(options.method)
+    if path.suffix != ".json":
+        path = options.folder / f"{_name(options.method)}.json"
+    found, again = submissions.read(path), None
+    repeated = options.folder / f"{found['name']}.json"
+    if repeated.exists() and not repeated.samefile(path):
+        again = submissions.read(repeated)
+    wrong = submissions.problems(found, again)
+    if wrong:
+        raise BadInput(f"{path} is not complete: {'; '.join(wrong)}")
+    print(f"{path} is complete" + (f", and agrees with {repeated}" if again else ""))
+
+
+def _name(method: str | None) -> str | None:
+    """The name of an entry, also from that of a file."""
+    if method is None or Path(method).suffix not in (".py", ".json"):
+        return method
+    return Path(method).stem

@@ -44,9 +44,17 @@ class Line:
     def to_target(self, key: str) -> list[float]:
         """The value of each run where the mean model reaches the target, ∞ if it does not.
 
-        Linear between evaluations.
+        Linear between evaluations. At most this much where it is that of the first one, see
+        `is_bound`. [] if a run diverged.
         """
-        return [self._reached(run["evaluations"], key) for run in self.runs]
+        kept = [] if self.diverged else self.runs
+        return [self._reached(run["evaluations"], key) for run in kept]
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether a run has reached the target before its first evaluation."""
+        sign = 1 if self.task.measure.larger_is_better else -1
+        return any(sign * (run["evaluations"][0]["mean"] - self.target) >= 0 for run in self.runs)
 
     def _reached(self, evaluations: Sequence[Mapping[str, Any]], key: str) -> float:
         sign = 1 if self.task.measure.larger_is_better else -1
@@ -75,9 +83,9 @@ def lines(
 ) -> tuple[list[Line], list[str]]:
     """The lines of a task, best first, and the names of entries with another version or data."""
     of_task = {
-        entry["name"]: entry["tiers"][tier]["tasks"][task.name]
+        entry["name"]: entry["tiers"][tier][task.name]
         for entry in entries
-        if task.name in entry["tiers"].get(tier, {}).get("tasks", {})
+        if task.name in entry["tiers"].get(tier, {})
     }
     current = {name: found for name, found in of_task.items() if found["version"] == task.version}
     if not current:

@@ -9,6 +9,7 @@ A file of a user is a Python module. It registers methods in the registries, and
 
 import hashlib
 import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,9 +18,19 @@ from types import ModuleType
 from typing import Any
 
 from powergossip.benchmark import library
-from powergossip.benchmark.tasks import FULL, GROUPS, TASKS, TRIES, BenchmarkTask, Values
+from powergossip.benchmark.tasks import (
+    FULL,
+    GROUPS,
+    OPTION,
+    TASKS,
+    TRIES,
+    BenchmarkTask,
+    Values,
+)
 from powergossip.errors import BadInput
+from powergossip.training.config import RunKeys
 
+KEYS = set(RunKeys.__dataclass_fields__)  # of train.py, beside the options of methods
 ALL = "all"  # in place of the name of a task, all tasks without a list of their own
 
 
@@ -31,11 +42,14 @@ class Entry:
         source: Text of the user's file. "" for one of the library.
         settings: Settings of each task that the method takes part in, in the order in which they
             are tried.
+        demanded: Tasks that have a list of their own. Of the others, those that do not accept the
+            settings are left out.
     """
 
     name: str
     source: str
     settings: Mapping[str, Sequence[Values]]
+    demanded: frozenset[str] = frozenset()
 
     @property
     def code(self) -> str:
@@ -59,7 +73,7 @@ def find(text: str) -> Entry:
             f"{', '.join(library.ENTRIES)}"
         )
     try:
-        content = path.read_text()
+        content = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not text in UTF-8"
         raise BadInput(f"{path} cannot be read: {reason}") from error
@@ -81,17 +95,28 @@ def of_source(source: str, path: Path) -> Entry:
     folder = str(path.resolve().parent)
     if folder not in sys.path:
         sys.path.append(folder)
-    exec(compile(source, str(path), "exec"), module.__dict__)
+    try:
+        exec(compile(source, str(path), "exec"), module.__dict__)
+    except SystemExit as error:
+        raise BadInput(f"{path} ends the program; use a module without that") from error
     settings = getattr(module, "SETTINGS", None)
     if not settings:
         raise BadInput(f"{path} has no SETTINGS; use a list of settings, or one for each task")
-    return _entry(str(getattr(module, "NAME", path.stem)), source, settings)
+    return _entry(str(getattr(module, "NAME", None) or path.stem), source, settings)
+
+
+def check_name(name: object) -> None:
+    """Raise BadInput unless this is the name of an entry."""
+    ok = isinstance(name, str) and re.fullmatch(r"[\w-][\w.-]{0,59}", name)
+    if not ok or str(name).endswith((".py", ".json")):
+        raise BadInput(
+            f'NAME is "{name}"; use 1 to 60 letters, digits, "-", "_" and "." without a suffix'
+        )
 
 
 def _entry(name: str, source: str, given: Any) -> Entry:
     """Distribute the settings over the tasks. Raises BadInput."""
-    if not name or any(not (c.isalnum() or c in "-_.") for c in name) or name.startswith("."):
-        raise BadInput(f'NAME is "{name}"; use letters, digits, "-", "_" and "."')
+    check_name(name)
     if source and name in library.ENTRIES:
         raise BadInput(f'NAME is "{name}", an entry of the library; use another one')
     known = (*TASKS, *GROUPS, ALL)
@@ -99,15 +124,17 @@ def _entry(name: str, source: str, given: Any) -> Entry:
     for key in by_name:
         if key not in known:
             raise BadInput(f'SETTINGS has "{key}"; use {", ".join(known)}')
-    found = {}
+    found, demanded = {}, set()
     for task in TASKS.values():
         chosen = next((k for k in (task.name, task.group, ALL) if k in by_name), None)
         settings = _settings(task, by_name[chosen], chosen == ALL) if chosen else []
         if settings:
             found[task.name] = settings
+        if chosen in TASKS:
+            demanded.add(task.name)
     if not found:
         raise BadInput("SETTINGS has no setting of any task")
-    return Entry(name, source, found)
+    return Entry(name, source, found, frozenset(demanded))
 
 
 def _settings(task: BenchmarkTask, given: Any, of_all: bool) -> list[Values]:
@@ -122,13 +149,20 @@ def _settings(task: BenchmarkTask, given: Any, of_all: bool) -> list[Values]:
         )
     settings: list[Values] = []
     for setting in given:
-        kept = {k: v for k, v in setting.items() if task.accepts(k) or not of_all}
         for key in setting:
+            if not isinstance(key, str) or not (key in KEYS or key.startswith(OPTION)):
+                raise BadInput(f"SETTINGS of {task.name}: the key {key} is unknown")
             if not task.accepts(key) and not (of_all and task.is_consensus):
                 raise BadInput(
                     f"SETTINGS of {task.name}: the key {key} belongs to the task; settings have "
                     f"the keys of the method, its graph and its local optimizer"
                 )
+        kept = {k: v for k, v in setting.items() if task.accepts(k)}
+        try:
+            kept = json.loads(json.dumps(kept, allow_nan=False))
+        except (TypeError, ValueError) as error:
+            accepted = "texts, finite numbers, lists and mappings"
+            raise BadInput(f"SETTINGS of {task.name}: {error}; use {accepted}") from error
         if kept not in settings:
             settings.append(kept)
     if len(settings) > TRIES[FULL]:
@@ -136,8 +170,4 @@ def _settings(task: BenchmarkTask, given: Any, of_all: bool) -> list[Values]:
             f"SETTINGS of {task.name} has {len(settings)} settings; use {TRIES[FULL]} or fewer, "
             f"the same number for all entries"
         )
-    try:
-        json.dumps(settings)
-    except (TypeError, ValueError) as error:
-        raise BadInput(f"SETTINGS of {task.name}: {error}; use texts, numbers and lists") from error
     return settings

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -93,10 +94,12 @@ def _scaled(traffic: Traffic, topology: Topology, method: PredictedMethod, bits:
     """Messages as long as those of the run, whose learning rule may send more variables.
 
     Args:
-        bits: Bits that worker 0 sends in a step.
+        bits: Bits that the worker with most receivers sends in a step.
     """
-    receivers = sum(r.weights[:, [0]].nnz for r in topology.rounds) / topology.period
-    counted = traffic.bits(topology.n_workers, receivers) / method.interval
+    n = topology.n_workers
+    by_sender = [np.bincount(r.weights.indices, minlength=n) for r in topology.rounds]
+    receivers = float(np.mean(by_sender, axis=0).max())
+    counted = traffic.bits(n, receivers) / method.interval
     factor = bits / counted if counted else 1.0
     return Traffic(
         tuple(
@@ -111,9 +114,14 @@ def _scaled(traffic: Traffic, topology: Topology, method: PredictedMethod, bits:
     )
 
 
+def busiest(folder: Path) -> float:
+    """The bits of the worker that has sent the most in a run, beside those of worker 0."""
+    bits = _checkpoint(folder)["network"]["bits"]
+    return float(bits.max() / bits[0]) if bits[0] else 1.0
+
+
 def _state(folder: Path, n_workers: int) -> float:
     """Bytes per worker of the method's state in the last checkpoint."""
-    (part,) = max((folder / "checkpoints").glob("step-*")).glob("part-*.pt")
     total = 0
 
     def add(tensor: Tensor) -> Tensor:
@@ -121,5 +129,12 @@ def _state(folder: Path, n_workers: int) -> float:
         total += tensor.nbytes
         return tensor
 
-    map_tensors(add, torch.load(part, weights_only=True)["algorithm"])
+    map_tensors(add, _checkpoint(folder)["algorithm"])
     return total / n_workers
+
+
+def _checkpoint(folder: Path) -> Values:
+    """The last checkpoint of a run."""
+    folders = (folder / "checkpoints").glob("step-*")
+    (part,) = max(folders, key=lambda of: int(of.name[5:])).glob("part-*.pt")
+    return dict(torch.load(part, weights_only=True))

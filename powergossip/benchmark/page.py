@@ -33,7 +33,11 @@ def text(entries: Entries, tier: str, tasks: Sequence[str] | None, chosen: str |
             parts.append(formatting.plain(pairs(own, found)))
         if others:
             parts.append(f"  not compared, with other data or another version: {', '.join(others)}")
-    return "\n\n".join(parts) + "\n" if parts else f"there are no results of the tier {tier}\n"
+    return (
+        "\n\n".join(parts) + "\n"
+        if parts
+        else f"there are no results of the tier {tier}; use --tier, or run\n"
+    )
 
 
 def write(entries: Entries, folder: Path) -> list[Path]:
@@ -51,13 +55,12 @@ def write(entries: Entries, folder: Path) -> list[Path]:
             if not found:
                 continue
             figure = folder / f"{name}-{tier}.svg"
-            draw(found, figure)
-            written.append(figure)
-            title = _title(TASKS[name])
-            sections.append(
-                f"#### {title}\n\n{_markdown(table(found))}\n\n"
-                f"![{title}: quality by megabytes sent]({figure.name})"
-            )
+            title, shown = _title(TASKS[name]), f"#### {_title(TASKS[name])}\n\n"
+            shown += _markdown(table(found))
+            if draw(found, figure):
+                written.append(figure)
+                shown += f"\n\n![{title}: quality by megabytes sent]({figure.name})"
+            sections.append(shown)
             blocks.append(
                 f"<h3>{html.escape(title)}</h3>\n{_html(table(found))}\n{_inline(figure)}"
             )
@@ -92,10 +95,10 @@ def table(found: Sequence[Line]) -> Table:
         "worst worker": lambda line: _of_seeds(line, "worst"),
         "better · noise · worse": lambda line: _record(line, found),
         "MB sent": lambda line: _number(line.last("MB")),
-        f"MB to {target}": lambda line: _number(line.to_target("MB")),
+        f"MB to {target}": lambda line: _bounded(line, line.to_target("MB")),
     }
     if task.is_virtual:
-        columns[f"virtual s to {target}"] = lambda line: _number(line.seconds_to_target(""))
+        columns[f"virtual s to {target}"] = partial(_seconds, "")
     else:
         for rate in RATES:
             columns[f"s to {target}, {rate} Mbit/s"] = partial(_seconds, rate)
@@ -122,8 +125,11 @@ def pairs(own: Line, found: Sequence[Line]) -> Table:
     return rows
 
 
-def draw(found: Sequence[Line], path: Path) -> None:
-    """Draw the quality by megabytes sent, and the front: the entries that none beats in both."""
+def draw(found: Sequence[Line], path: Path) -> bool:
+    """Draw the quality by megabytes sent, and the front: the entries that none beats in both.
+
+    Returns whether there is something to draw.
+    """
     kept = [line for line in found if not line.diverged]
     factor = found[0].task.measure.factor
     cost = {line.name: sum(line.last("MB")) / len(line.runs) for line in kept}
@@ -132,9 +138,12 @@ def draw(found: Sequence[Line], path: Path) -> None:
         for line in kept
         if cost[line.name] > 0
     }
+    if not points:
+        return False
     best = [line.name for line in front(kept, cost) if line.name in points]
-    figures.scatter(points, path, "megabytes sent by worker 0", found[0].task.measure.title,
-                    front=best)  # fmt: skip
+    measure = found[0].task.measure.title
+    figures.scatter(points, path, "megabytes sent by the busiest worker", measure, front=best)
+    return True
 
 
 def _of(names: Sequence[str] | None) -> list[BenchmarkTask]:
@@ -166,7 +175,13 @@ def _number(values: Sequence[float]) -> str:
 
 
 def _seconds(rate: str, line: Line) -> str:
-    return _number(line.seconds_to_target(rate))
+    return _bounded(line, line.seconds_to_target(rate))
+
+
+def _bounded(line: Line, values: Sequence[float]) -> str:
+    """The mean, as an upper bound where it is one."""
+    text = _number(values)
+    return f"≤ {text}" if text and line.is_bound else text
 
 
 def _single(value: float | None, factor: float) -> str:
@@ -190,7 +205,9 @@ def _html(rows: Table) -> str:
 
 
 def _inline(figure: Path) -> str:
-    """The SVG as a part of the page."""
+    """The SVG as a part of the page, or nothing without one."""
+    if not figure.exists():
+        return ""
     content = figure.read_text()
     return content[content.index("<svg") :]
 

@@ -10,7 +10,8 @@ import json
 import math
 import sys
 from collections.abc import Sequence
-from functools import partial
+from contextlib import suppress
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import ConfigKeyError
 
 import train
-from powergossip import algorithms, options
+from powergossip import algorithms, compressors, options
 from powergossip.algorithms import aggregation
 from powergossip.benchmark import data, entries, measuring
 from powergossip.benchmark.tasks import OPTION, TASKS, BenchmarkTask, Values
@@ -31,6 +32,7 @@ from powergossip.runs import configuration, metrics
 from powergossip.runs.atomic_files import write_atomically
 from powergossip.topologies import Topology
 from powergossip.training.config_checks import checked
+from powergossip.training.methods import check_method
 
 RESULT, TUNING, FINAL = "result.json", "tuning", "final"
 DIVERGED = 1e2  # times the error at the start
@@ -75,12 +77,15 @@ def main(arguments: Sequence[str]) -> None:
 def check(task: BenchmarkTask, tier: str, setting: Values) -> None:
     """Raise BadInput for a setting that is rejected before any data are loaded."""
     values = task.values_of(tier)
+    own = values | setting
     try:
+        topology = measuring.graph(own, 1)
         if task.is_consensus:
-            _averaging(values | setting, measuring.graph(values | setting, 1), 4)
+            _averaging(own, topology, 4)
         else:
-            checked(_configuration({**values, **registered(setting), **HELD_OUT}), Processes())
-    except (ValueError, ConfigKeyError) as error:  # BadInput is one
+            config = _configuration({**values, **registered(setting), **HELD_OUT})
+            check_method(checked(config, Processes()), Network(topology, Processes()))
+    except (ValueError, TypeError, ConfigKeyError) as error:  # BadInput is one
         reason = str(error).partition("\n")[0]
         raise BadInput(f"{task.name}: the setting {setting} is rejected: {reason}") from error
 
@@ -110,19 +115,20 @@ def registered(setting: Values) -> Values:
         return setting
     named = {k.removeprefix(OPTION): v for k, v in own.items()}
     kept = {k: v for k, v in setting.items() if k not in own}
-    return {**kept, "optimizer": _with_options(setting["optimizer"], named)}
+    return {**kept, "optimizer": _with_options(setting, named)}
 
 
-def _with_options(name: str, own: Values) -> str:
-    """Add a row of this method with these options, and return its name."""
+def _with_options(setting: Values, own: Values) -> str:
+    """Add a row of the method of a setting with these options, and return its name."""
+    name = setting["optimizer"]
+    chosen = {k.removeprefix(OPTION): v for k, v in setting.items() if k.startswith(OPTION)}
     for registry in (algorithms.AVERAGING, aggregation.AGGREGATIONS):
         if name in registry:
-            accepted = options.defaults(registry[name])
+            known = options.defaults(registry[name], chosen, compressor=compressors.COMPRESSORS)
             for option in own:
-                if option not in accepted:
-                    raise BadInput(
-                        f"{name} has no option {option}; its options are {', '.join(accepted)}"
-                    )
+                if option not in known:
+                    accepted = f"its options are {', '.join(known)}" if known else "it has none"
+                    raise BadInput(f"{name} has no option {option}; {accepted}")
             full = f"{name} {json.dumps(own, sort_keys=True)}"
             registry[full] = partial(registry[name], **own)
             return full
@@ -134,7 +140,7 @@ def one(
 ) -> dict[str, Any]:
     """A run of a setting: its seed, evaluations, and whether it diverged."""
     file = folder / RESULT
-    if file.exists():  # of a start that was killed later
+    with suppress(OSError, ValueError):  # of a start that was killed later
         return dict(json.loads(file.read_text()))
     make = agree if task.is_consensus else learn
     with_names = {"setting": setting, "seed": seed}
@@ -162,13 +168,13 @@ def learn(
     of_epoch = workers.groupby("epoch")["value"]
     worst = of_epoch.min() if task.measure.larger_is_better else of_epoch.max()
     facts = json.loads((folder / "info.json").read_text())
-    steps = facts["steps_per_epoch"]
+    steps, busiest = facts["steps_per_epoch"], measuring.busiest(folder)
     evaluations = [
         {
             "step": round(row["epoch"] * steps),
             "mean": row["value"],
             "worst": float(worst.get(row["epoch"], math.nan)),
-            "MB": row["bits"] / 8e6,
+            "MB": busiest * row["bits"] / 8e6,
             "messages": int(row["messages"]),
             "seconds": row["seconds"],
         }
@@ -192,10 +198,11 @@ def agree(
         return (x - mean).square().sum(1)
 
     at_start = errors().mean().item()
-    evaluations, diverged = [], False
+    zeros: dict[str, float] = dict.fromkeys(("step", "mean", "worst", "MB", "messages"), 0)
+    evaluations, diverged = [zeros], False
     for step in range(1, values["steps"] + 1):
         network.run(rule.step(x))
-        if step % (values["steps"] // 40):
+        if step not in measured(values["steps"]):
             continue
         error = errors() / at_start
         diverged = not error.mean().item() <= DIVERGED
@@ -206,15 +213,26 @@ def agree(
                 "step": step,
                 "mean": math.log10(max(error.mean().item(), ROUNDING)),
                 "worst": math.log10(max(error.max().item(), ROUNDING)),
-                "MB": int(network.bits[0]) / 8e6,
-                "messages": int(network.messages[0]),
+                "MB": int(network.bits.max()) / 8e6,
+                "messages": int(network.messages.max()),
             }
+        )
+    if not network.bits.any() and evaluations[-1]["mean"] < math.log10(0.99):
+        raise BadInput(
+            f"{setting['optimizer']} agrees without messages; x has the models of several workers, "
+            f"which may learn of each other by messages only"
         )
     return {
         "diverged": diverged,
         "evaluations": evaluations,
         "data": data.sha256(data.matrices(values, 0)),
     }
+
+
+@cache
+def measured(steps: int) -> frozenset[int]:
+    """The steps after which errors are measured: few per factor of ten, and the last one."""
+    return frozenset(round(steps ** (i / 80)) for i in range(81))
 
 
 if __name__ == "__main__":

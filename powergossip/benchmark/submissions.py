@@ -1,42 +1,46 @@
 """Files of results: NAME.json, with the tiers that an entry has been run in.
 
 {"name": …, "source": …,
- "tiers": {"quick": {"tasks": {TASK: {"version", "data", "tried", "setting", "runs", …}},
-                     "made": versions and machine}}}
+ "tiers": {"quick": {TASK: {"version", "data", "tried", "setting", "runs", "made", …}}}}
 """
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from powergossip.benchmark import entries
+from powergossip.benchmark.comparison import Line, pair
 from powergossip.benchmark.entries import Entry
-from powergossip.benchmark.tasks import SEEDS, TASKS, TIERS, TRIES
+from powergossip.benchmark.tasks import QUICK, SEEDS, TASKS, TIERS, TRIES, BenchmarkTask
 from powergossip.errors import BadInput
 from powergossip.runs.atomic_files import write_atomically
 
 OF_LIBRARY = Path(__file__).parent / "submissions"
 
 
-def save(
-    entry: Entry, tier: str, tasks: Mapping[str, Any], made: Mapping[str, Any], folder: Path
-) -> Path:
-    """Write the results of a tier into the entry's file, and return its path.
+def save(entry: Entry, tier: str, tasks: Mapping[str, Any], folder: Path) -> tuple[Path, str]:
+    """Write the results of a tier into the entry's file. Returns its path, and a note or "".
 
-    Results of other tiers, and of other tasks, are kept if they are those of the same source.
+    Results of other tiers and tasks are kept if they are those of the same source. A file of
+    another source is renamed.
     """
-    path, tiers = folder / f"{entry.name}.json", {}
+    path, note = folder / f"{entry.name}.json", ""
+    content: dict[str, Any] = {"name": entry.name, "source": entry.source, "tiers": {}}
     if path.exists():
         before = read(path)
         if before["source"] == entry.source:
-            tiers = before["tiers"]
-    kept = tiers.get(tier, {}).get("tasks", {})
-    merged = {name: ({**kept, **tasks})[name] for name in TASKS if name in {**kept, **tasks}}
-    tiers[tier] = {"tasks": merged, "made": dict(made)}
-    content = {"name": entry.name, "source": entry.source, "tiers": tiers}
+            content = before
+        else:
+            kept = path.with_suffix(".json.before")
+            path.replace(kept)
+            note = f"{path.name} had results of other code, which are now in {kept}"
+    found = {**content["tiers"].get(tier, {}), **tasks}
+    content["tiers"][tier] = {name: found[name] for name in TASKS if name in found}
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(path, json.dumps(_rounded(content), allow_nan=False) + "\n")
-    return path
+    return path, note
 
 
 def _rounded(value: Any) -> Any:
@@ -52,53 +56,104 @@ def read(path: Path) -> dict[str, Any]:
     """A file of results. Raises BadInput."""
     try:
         found = json.loads(path.read_text())
-        if not isinstance(found["source"], str) or not isinstance(found["name"], str):
-            raise ValueError
-        for tier in found["tiers"].values():
-            for of_task in tier["tasks"].values():
-                _ = of_task["version"], of_task["data"], of_task["runs"], of_task["setting"]
+        for of_tier in found["tiers"].values():
+            for of_task in of_tier.values():
+                _check_results(of_task)
+        ok = isinstance(found["source"], str)
     except OSError as error:
         raise BadInput(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise BadInput(f"{path} is no file of results; `run` writes them") from error
+    except (ValueError, TypeError, KeyError, AttributeError):
+        ok = False
+    if not ok:
+        raise BadInput(f"{path} is no file of results; `run` writes them")
+    entries.check_name(found["name"])
     return dict(found)
 
 
-def read_all(folders: list[Path]) -> list[dict[str, Any]]:
-    """The results in some folders. Of two files of a name, the one in the last folder counts."""
-    found = {}
+def _check_results(of_task: Mapping[str, Any]) -> None:
+    """Raise one of several errors for results of a task that lack something."""
+    _ = of_task["version"] + 0, of_task["data"] + "", of_task["step_seconds"].items()
+    _ = of_task["setting"].items(), of_task["made"].items()
+    _ = [(tried["setting"].items(), tried["score"]) for tried in of_task["tried"]]
+    if not of_task["runs"]:
+        raise ValueError
+    for run in of_task["runs"]:
+        _ = run["seed"] + 0
+        if not run["diverged"] and not run["evaluations"]:
+            raise ValueError
+        for evaluation in run["evaluations"]:
+            _ = [evaluation[key] + 0 for key in ("step", "mean", "worst", "MB")]
+
+
+def read_all(folders: list[Path], warn: Callable[[str], None] = print) -> list[dict[str, Any]]:
+    """The results in some folders. Later ones add tasks to those of the same entry and source.
+
+    Of two sources of an entry, the last one counts. Files without results are left out with a
+    warning.
+    """
+    found: dict[str, Any] = {}
     for folder in folders:
         for path in sorted(folder.glob("*.json")):
-            content = read(path)
-            found[content["name"]] = content
+            try:
+                content = read(path)
+            except BadInput as error:
+                warn(f"left out: {error}")
+                continue
+            before = found.get(content["name"])
+            if before and before["source"] == content["source"]:
+                for tier, of_tier in content["tiers"].items():
+                    before["tiers"][tier] = {**before["tiers"].get(tier, {}), **of_tier}
+            else:
+                found[content["name"]] = content
     return list(found.values())
 
 
-def problems(found: Mapping[str, Any]) -> list[str]:
-    """What keeps a file from being complete. [] if it is."""
+def problems(found: Mapping[str, Any], again: Mapping[str, Any] | None = None) -> list[str]:
+    """What keeps a file from being complete. [] if it is.
+
+    Args:
+        again: Results of a repetition, which may differ by noise only.
+    """
     missing = []
     tiers = found["tiers"]
     for tier in tiers:
         if tier not in TIERS:
             missing.append(f"the tier {tier} is unknown; use {', '.join(TIERS)}")
             continue
-        for name, of_task in tiers[tier]["tasks"].items():
+        for name, of_task in tiers[tier].items():
             where = f"{name}, {tier}"
             if name not in TASKS:
                 missing.append(f"the task {name} is unknown")
                 continue
-            if of_task["version"] != TASKS[name].version:
-                missing.append(
-                    f"{where}: version {of_task['version']} of the task, now {TASKS[name].version}"
-                )
-            if len(of_task["tried"]) > TRIES[tier]:
-                missing.append(f"{where}: {len(of_task['tried'])} settings, {TRIES[tier]} at most")
-            if of_task["setting"] not in [tried["setting"] for tried in of_task["tried"]]:
-                missing.append(f"{where}: the setting is none of those that were tried")
-            if tuple(run["seed"] for run in of_task["runs"]) != SEEDS:
-                missing.append(f"{where}: the seeds are not {', '.join(map(str, SEEDS))}")
-            if any(not run["diverged"] and not run["evaluations"] for run in of_task["runs"]):
-                missing.append(f"{where}: a run has no evaluation")
-    if "quick" not in tiers:
+            missing += [f"{where}: {text}" for text in _problems(TASKS[name], tier, of_task)]
+            if again and name in again["tiers"].get(tier, {}):
+                repeated = Line("", TASKS[name], 0.0, again["tiers"][tier][name])
+                verdict = pair(Line("", TASKS[name], 0.0, of_task), repeated).verdict
+                if verdict != "noise":
+                    missing.append(f"{where}: {verdict} than its repetition")
+    if not tiers.get(QUICK):
         missing.append("the tier quick is missing")
     return missing
+
+
+def _problems(task: BenchmarkTask, tier: str, of_task: Mapping[str, Any]) -> list[str]:
+    """What is wrong with the results of a task."""
+    missing, tried = [], of_task["tried"]
+    if of_task["version"] != task.version:
+        missing.append(f"version {of_task['version']} of the task, now {task.version}")
+    if len(tried) > TRIES[tier]:
+        missing.append(f"{len(tried)} settings, {TRIES[tier]} at most")
+    best = [t["setting"] for t in tried if t["score"] == max(_score(t) for t in tried)]
+    if of_task["setting"] not in (best or [t["setting"] for t in tried]):
+        missing.append("the setting is not the best one that was tried")
+    if tuple(run["seed"] for run in of_task["runs"]) != SEEDS:
+        missing.append(f"the seeds are not {', '.join(map(str, SEEDS))}")
+    for run in of_task["runs"]:
+        sent = [evaluation["MB"] for evaluation in run["evaluations"]]
+        if sent != sorted(sent):
+            missing.append("megabytes become fewer")
+    return missing
+
+
+def _score(tried: Mapping[str, Any]) -> float:
+    return -math.inf if tried["score"] is None else float(tried["score"])

@@ -109,11 +109,13 @@ class Experiment:
             runs).
         report: Function that writes figures into a folder and returns Markdown, which refers to
             them by name.
+        independent: Whether a stage has runs although others of the stage before have failed.
     """
 
     title: str
     stages: Sequence[Callable[[Results], list[Run]]]
     report: Callable[[Results, Path], str]
+    independent: bool = False
 
 
 def sentence_case(text: str) -> str:
@@ -241,8 +243,8 @@ def carry_out(
                 pool.shutdown(wait=False, cancel_futures=True)
                 start.leave()
                 raise
-        failed = [run for run, ok in zip(left, outcome, strict=True) if not ok]
-        if failed:
+        failed += [run for run, ok in zip(left, outcome, strict=True) if not ok]
+        if failed and not experiment.independent:
             break  # the next stage depends on all of them
     return failed
 

@@ -81,7 +81,9 @@ def _checked_options(
     """
     checked = dict(options)
     known = {
-        key: parameter.annotation
+        key: type(parameter.default)
+        if parameter.annotation is parameter.empty
+        else parameter.annotation
         for key, parameter in inspect.signature(function).parameters.items()
         if parameter.kind is inspect.Parameter.KEYWORD_ONLY
     }

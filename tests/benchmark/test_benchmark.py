@@ -9,10 +9,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import networkx as nx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
+from powergossip import compressors, topologies
 from powergossip.algorithms import AVERAGING
 from powergossip.benchmark import (
     command_line,
@@ -52,8 +55,20 @@ class Half:
         pass
 
 algorithms.AVERAGING["half"] = Half
+inf = float("inf")
 SETTINGS = SETTINGS_OF_TEST
 """
+
+
+class Half:
+    """A rule without state."""
+
+    def __init__(self, network: Any, layout: Any) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 @pytest.fixture(autouse=True)
@@ -85,11 +100,29 @@ def written(folder: Path, settings: object, name: str = "mine") -> Path:
         ({"consensus": [{"optimizer": "half", "learning_rate": 1}]}, "learning_rate belongs"),
         ([{"optimizer": "half", "learning_rate": i} for i in range(9)], "has 9 settings; use 8"),
         ({"text": []}, "no setting of any task"),
+        ([{"optimizer": "half", "learnig_rate": 1}], "the key learnig_rate is unknown"),
+        ([{"optimizer": "half", 3: 1}], "the key 3 is unknown"),
+        ([{"optimizer": "half", "learning_rate": float("1e999")}], "Out of range float"),
     ],
 )
 def test_what_an_entry_may_not_have(settings: object, sentence: str, tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=sentence):
         entries.find(str(written(tmp_path, settings)))
+
+
+@pytest.mark.parametrize(
+    ("code", "sentence"),
+    [
+        ("raise SystemExit", "ends the program"),
+        ("NAME = 'a b'; SETTINGS = [{'optimizer': 'dpsgd'}]", "use 1 to 60 letters"),
+        ("NAME = 'a.json'; SETTINGS = [{'optimizer': 'dpsgd'}]", "without a suffix"),
+    ],
+)
+def test_what_a_file_may_not_do(code: str, sentence: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(code)
+    with pytest.raises(BadInput, match=sentence):
+        entries.find(str(path))
 
 
 def test_an_entry_of_a_user_has_another_name_than_those_of_the_library(tmp_path: Path) -> None:
@@ -117,6 +150,34 @@ def test_the_options_of_a_method_of_the_user(tmp_path: Path) -> None:
     for name in ("consensus_random", "text_same"):
         with pytest.raises(BadInput, match=r"wait.*weight"):
             program.check(TASKS[name], QUICK, {"optimizer": "half", "optimizer_wait": 1})
+
+
+def test_a_task_that_does_not_accept_the_settings_of_all_is_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = [{"optimizer": "half"}]
+    entry = entries.find(str(written(tmp_path, own)))
+    tasks = [TASKS["fashion_mnist_late"], TASKS["consensus_random"]]
+    assert [command_line._accepts(entry, task, QUICK) for task in tasks] == [False, True]
+    assert "left out: fashion_mnist_late" in capsys.readouterr().out
+    entry = entries.find(str(written(tmp_path, {"fashion_mnist_late": own})))
+    with pytest.raises(BadInput, match="use dpsgd, power-gossip, choco with a scenario"):
+        command_line._accepts(entry, tasks[0], QUICK)
+
+
+def test_options_of_a_compressor_of_the_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Scaled(compressors.Identity):
+        scale: float = 1.0
+
+    monkeypatch.setitem(compressors.COMPRESSORS, "scaled", Scaled)
+    setting = {"optimizer": "choco", "optimizer_compressor": "scaled", "optimizer_scale": 0.9}
+    for name in ("consensus_random", "text_same"):
+        program.check(TASKS[name], QUICK, setting)
+        with pytest.raises(BadInput, match=r"scales"):
+            program.check(TASKS[name], QUICK, {**setting, "optimizer_scales": 0.9})
 
 
 def test_settings_of_the_library_are_accepted() -> None:
@@ -196,13 +257,14 @@ def test_a_method_is_tuned_on_held_out_data_and_compared_on_test_data(
     assert found["step_seconds"]["10"] > found["step_seconds"]["100"] > 0
     assert results["consensus_random"]["setting"]["optimizer_weight"] == 0.6
 
-    saved = submissions.save(entry, QUICK, results, {"date": "today"}, output)
+    saved, note = submissions.save(entry, QUICK, results, output)
+    assert not note
     content = submissions.read(saved)
     assert submissions.problems(content) == []
     assert entries.find(str(saved)) == entry
     shown = page.text([content], QUICK, None, "mine")
     assert "text_same" in shown
-    content["tiers"][QUICK]["tasks"]["text_same"]["runs"].pop()
+    content["tiers"][QUICK]["text_same"]["runs"].pop()
     assert submissions.problems(content) == [f"text_same, {QUICK}: the seeds are not 1, 2, 3"]
 
 
@@ -254,6 +316,40 @@ def test_a_setting_that_diverges_is_not_chosen() -> None:
     assert found["diverged"]
 
 
+def test_the_megabytes_of_agreement_are_those_of_the_busiest_worker_step_by_step() -> None:
+    """D-PSGD on a ring reaches 1e-3 after 13 to 14 steps of 80 kB, whatever the number of steps."""
+    task = TASKS["consensus_random"]
+    for tier in tasks.TIERS:
+        found = program.agree(task, task.values_of(tier), {"optimizer": "dpsgd"}, 1, True, Path())
+        assert 1.04 < Line("", task, -3.0, {"runs": [found]}).to_target("MB")[0] < 1.12
+    sent = []
+    for hub in (0, 3):
+
+        def star(n_workers: int, seed: int, *, hub=hub) -> topologies.Topology:
+            edges = [(hub, i) for i in range(n_workers) if i != hub]
+            return topologies.undirected("hub", nx.Graph(edges))
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(topologies.TOPOLOGIES, "hub", star)
+            setting = {"optimizer": "dpsgd", "topology": "hub", "topology_options": {"hub": hub}}
+            values = {**task.values_of(QUICK), "steps": 4}
+            run = program.agree(task, values, setting, 1, True, Path())
+            sent.append(run["evaluations"][-1]["MB"])
+    assert sent == [4 * 7 * 4e-2] * 2
+
+
+def test_workers_that_agree_without_messages_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Silent(Half):
+        def step(self, x: Tensor) -> Any:
+            x.copy_(x.mean(0, keepdim=True).expand_as(x))
+            yield from ()
+
+    monkeypatch.setitem(AVERAGING, "silent", Silent)
+    task = TASKS["consensus_random"]
+    with pytest.raises(BadInput, match="silent agrees without messages"):
+        program.agree(task, task.values_of(QUICK), {"optimizer": "silent"}, 1, True, Path())
+
+
 @pytest.mark.parametrize(
     "setting",
     [
@@ -261,6 +357,7 @@ def test_a_setting_that_diverges_is_not_chosen() -> None:
         {"optimizer": "power-gossip"},
         {"optimizer": "dpsgd", "topology": "one-peer-exponential"},
         {"optimizer": "powersgd"},
+        {"optimizer": "dpsgd", "topology": "chain"},
     ],
     ids=str,
 )
@@ -299,6 +396,7 @@ def result(
         "setting": {},
         "tried": [],
         "step_seconds": {"10": 2.0},
+        "made": {},
         "runs": [
             {
                 "seed": seed,
@@ -315,7 +413,7 @@ def result(
 
 
 def entry_of(name: str, found: dict[str, Any]) -> dict[str, Any]:
-    tiers = {QUICK: {"tasks": {"fashion_mnist_same": found}}}
+    tiers = {QUICK: {"fashion_mnist_same": found}}
     return {"name": name, "source": "", "tiers": tiers}
 
 
@@ -383,6 +481,51 @@ def test_only_results_of_the_same_data_and_version_are_compared() -> None:
     ]
 
 
+def test_a_target_before_the_first_evaluation_is_an_upper_bound() -> None:
+    reached, later = line(1.8, 1.8, 1.8), line(1.0, 1.0, 1.0)
+    shown = page.table([reached, later])
+    assert [row[shown[0].index("MB to 80")] for row in shown[1:]] == ["≤ 5", "8"]
+    broken = page.table([line(1.0, 1.0, 1.0, diverged=[2]), later])
+    assert [row[broken[0].index("MB to 80")] for row in broken[1:]] == ["", "8"]
+
+
+def test_results_in_two_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Tasks are added, damaged files left out, and those of other code kept."""
+    folders = [tmp_path / "library", tmp_path / "own"]
+    entry = entries.Entry("a", "source", {})
+    for folder, name in zip(folders, ("fashion_mnist_same", "text_same"), strict=True):
+        submissions.save(entry, QUICK, {name: result(0.5, 0.5, 0.5)}, folder)
+    (folders[1] / "b.json").write_text("{")
+    (found,) = submissions.read_all(folders)
+    assert list(found["tiers"][QUICK]) == ["fashion_mnist_same", "text_same"]
+    assert "left out" in capsys.readouterr().out
+    other = entries.Entry("a", "other source", {})
+    path, note = submissions.save(other, QUICK, {"text_same": result(0.1)}, folders[1])
+    assert "results of other code" in note
+    assert submissions.read(path.with_suffix(".json.before"))["source"] == "source"
+
+
+def test_what_check_finds() -> None:
+    good = result(0.5, 0.6, 0.7)
+    good["tried"] = [{"setting": {"a": 1}, "score": 0.5}, {"setting": {}, "score": 0.6}]
+    entry = entry_of("a", good)
+    assert submissions.problems(entry) == []
+    assert submissions.problems(entry, entry) == []
+    worse = entry_of("a", {**good, "runs": result(0.1, 0.2, 0.3)["runs"]})
+    assert submissions.problems(entry, worse) == [
+        "fashion_mnist_same, quick: better than its repetition"
+    ]
+    for changed, sentence in [
+        ({"setting": {"a": 1}}, "not the best one"),
+        ({"runs": result(0.5, 0.6)["runs"]}, "the seeds are not 1, 2, 3"),
+        ({"runs": result(0.5, 0.6, 0.7, mb=-1.0)["runs"]}, "megabytes become fewer"),
+        ({"version": 0}, "version 0 of the task"),
+        ({"tried": good["tried"] * 5}, "10 settings, 4 at most"),
+    ]:
+        (found, *_) = submissions.problems(entry_of("a", {**good, **changed}))
+        assert sentence in found
+
+
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 5)), min_size=1, max_size=8))
 def test_no_line_beats_one_of_the_front(points: list[tuple[int, int]]) -> None:
     made = [line(float(q), name=str(i)) for i, (q, _) in enumerate(points)]
@@ -441,17 +584,19 @@ def test_a_user_runs_a_method_of_their_own(tmp_path: Path) -> None:
         (["run", "a2cid2", "--task", "text_same"], "a2cid2 has no settings of text_same"),
         (["show", "nobody"], 'no results of "nobody"'),
         (["list", "--output", "x"], "--output is for show"),
-        (["check", "pyproject.toml"], "no file of results"),
+        (["check", "nobody"], "cannot be read"),
+        (["check", "own.json"], "no file of results"),
+        (["show", "--output", "own.json"], "own.json: File exists"),
     ],
 )
 def test_bad_input(
     arguments: list[str], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "pyproject.toml").write_text("[x]")
+    (tmp_path / "own.json").write_text("[1]")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(BadInput, match=sentence):
         command_line.main(arguments)
-    assert list(tmp_path.iterdir()) == [tmp_path / "pyproject.toml"]
+    assert list(tmp_path.iterdir()) == [tmp_path / "own.json"]
 
 
 def test_the_published_results_are_complete() -> None:
