@@ -109,7 +109,7 @@ ENTRIES: dict[str, Settings] = {
     "dgc": _of_sgd(_gradients("dgc")),
     "ef-sgd-sign": _gradients("ef-sgd", optimizer_compressor="sign-and-norm"),
     "ef-sgd-top-k": _gradients("ef-sgd", optimizer_compressor="top-k"),
-    "signsgd": _gradients("signsgd"),
+    "signsgd": _of_sgd(_gradients("signsgd")),
     "demo": _of_sgd(_gradients("demo", local_optimizer="sgd")),
     "sparse-loco": _gradients("sparse-loco", **_ROUNDS),
 }
