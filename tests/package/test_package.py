@@ -78,6 +78,8 @@ MAY_IMPORT = {
     "consensus": RUNS | {"events", "runs"},
     "prediction": RUNS | {"runs", "tasks"},
     "runner": BASE | {"runs"},
+    "benchmark": RUNS
+    | {"compare", "consensus", "events", "prediction", "runner", "runs", "tasks", "training"},
 }
 MODULES = {file.relative_to(PACKAGE).as_posix(): file for file in PACKAGE.rglob("*.py")}
 
