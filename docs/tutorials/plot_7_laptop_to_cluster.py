@@ -43,7 +43,7 @@ for panel, processes in zip(panels, (1, 4, 8), strict=True):
         edge_color="#999999",
         font_color="white",
     )
-    panel.set_title(f"{processes} process{'es' * (processes > 1)}")
+    panel.text(0, 0, f"{processes} process{'es' * (processes > 1)}", ha="center")
     panel.set_aspect("equal")
     panel.set_axis_off()
 plt.show()
