@@ -69,8 +69,8 @@ print(f"contraction: {1 - (v - received).norm() ** 2 / v.norm() ** 2:.2f}")
 # ---------
 #
 # Eight workers on a ring have random matrices and average them with CHOCO-Gossip. Each compressor
-# has its default diffusion rate. Ternary messages are the fastest at first. For a small error,
-# rounding to nine levels is.
+# has its default diffusion rate. Ternary messages reach a distance of 0.1 with the fewest bits. For
+# a smaller distance, rounding to nine levels needs less.
 
 COMPRESSORS = {
     "ternary": "#D55E00",
@@ -99,7 +99,8 @@ plt.show()
 # --------
 #
 # The same name works in `train.py`. Eight workers train a small network on handwritten digits, all
-# in this process. `metrics.jsonl` has a row for each measurement.
+# in this process. `metrics.jsonl` has a row for each measurement. The accuracies at the end are
+# nearly the same, that of top-k with the fewest bits.
 
 folder = Path(tempfile.mkdtemp())
 SETTINGS = "n_workers=8 task_architecture=MLP learning_rate=0.05 num_epochs=10 optimizer=choco"

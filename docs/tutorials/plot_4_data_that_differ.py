@@ -77,8 +77,8 @@ def path(rule, steps=300):
 # %%
 # All workers begin at the same point. With D-PSGD, each moves towards its own optimum, a square,
 # until its neighbors pull as much as its gradient. They come to rest apart, and their mean is not
-# the optimum of all, the cross. Gradient tracking and exact diffusion send the same models, and a
-# correction removes the difference.
+# the optimum of all, the cross. Gradient tracking and exact diffusion correct each step, so that
+# all workers come to rest at the cross.
 
 figure, panels = plt.subplots(1, 3, figsize=(9, 3.8), sharex=True, sharey=True)
 for panel, rule in zip(panels, RULES, strict=True):

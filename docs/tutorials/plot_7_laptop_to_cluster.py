@@ -43,7 +43,7 @@ for panel, processes in zip(panels, (1, 4, 8), strict=True):
         edge_color="#999999",
         font_color="white",
     )
-    panel.set_title(f"{processes} process{'es' * (processes > 1)}")
+    panel.text(0, 0, f"{processes} process{'es' * (processes > 1)}", ha="center")
     panel.set_aspect("equal")
     panel.set_axis_off()
 plt.show()
@@ -67,8 +67,8 @@ with contextlib.redirect_stdout(io.StringIO()):  # without the table of the run
 # A launcher starts the same program several times. The processes find each other through MPI, or
 # without MPI through torchrun. MPI is left out here where there is no `mpirun`.
 
-LAUNCHERS = {"torchrun, 2 processes": "-m torch.distributed.run --standalone --nproc-per-node 2"}
-LAUNCHERS = {name: [sys.executable, *words.split()] for name, words in LAUNCHERS.items()}
+TORCHRUN = "-m torch.distributed.run --standalone --nproc-per-node 2"
+LAUNCHERS = {"torchrun, 2 processes": [sys.executable, *TORCHRUN.split()]}
 if shutil.which("mpirun"):
     LAUNCHERS["mpirun, 4 processes"] = ["mpirun", "-np", "4", sys.executable]
 for name, launcher in LAUNCHERS.items():
