@@ -115,7 +115,7 @@ def _run(options: argparse.Namespace) -> None:
     own = options.folder / f"{entry.name}.json"
     if own.exists():
         submissions.read(own)
-    campaign.tasks = [task for task in campaign.tasks if _accepts(entry, task, options.tier)]
+    campaign.tasks = [task for task in campaign.tasks if accepts(entry, task, options.tier)]
     if not campaign.tasks:
         raise BadInput(f"{entry.name} has no settings of {', '.join(names)}")
     cores = options.cores or (JOBS if options.launcher == "slurm" else os.cpu_count() or 1)
@@ -132,7 +132,7 @@ def _run(options: argparse.Namespace) -> None:
         sys.exit(1)
 
 
-def _accepts(entry: Entry, task: BenchmarkTask, tier: str) -> bool:
+def accepts(entry: Entry, task: BenchmarkTask, tier: str) -> bool:
     """Whether a task accepts the settings of an entry. Says so if it does not.
 
     Raises BadInput if the task has a list of its own.
