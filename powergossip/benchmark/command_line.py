@@ -118,6 +118,9 @@ def _run(options: argparse.Namespace) -> None:
     campaign.tasks = [task for task in campaign.tasks if accepts(entry, task, options.tier)]
     if not campaign.tasks:
         raise BadInput(f"{entry.name} has no settings of {', '.join(names)}")
+    most = max(len(entry.settings[task.name]) for task in campaign.tasks)
+    if most > TRIES[options.tier]:
+        print(f"of up to {most} settings of a task, the first {TRIES[options.tier]} are tried")
     cores = options.cores or (JOBS if options.launcher == "slurm" else os.cpu_count() or 1)
     with campaign.folder.claimed():
         failed = carry_out(campaign.experiment, campaign.folder, cores, options.launcher)
@@ -139,17 +142,14 @@ def accepts(entry: Entry, task: BenchmarkTask, tier: str) -> bool:
     """
     from powergossip.benchmark import program
 
-    settings = entry.settings[task.name]
     try:
-        for setting in settings[: TRIES[tier]]:
+        for setting in entry.settings[task.name][: TRIES[tier]]:
             program.check(task, tier, setting)
     except BadInput as error:
         if task.name in entry.demanded:
             raise
         print(f"left out: {error}")
         return False
-    if len(settings) > TRIES[tier]:
-        print(f"{task.name}: the first {TRIES[tier]} of {len(settings)} settings are tried")
     return True
 
 
