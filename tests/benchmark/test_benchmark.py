@@ -11,11 +11,12 @@ from typing import Any
 
 import networkx as nx
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from powergossip import compressors, topologies
+from powergossip import algorithms, compressors, topologies
 from powergossip.algorithms import AVERAGING
 from powergossip.benchmark import (
     command_line,
@@ -32,9 +33,11 @@ from powergossip.benchmark.campaign import Campaign, score
 from powergossip.benchmark.comparison import Line, front, lines, pair
 from powergossip.benchmark.tasks import QUICK, SEEDS, TASKS, TRIES, Values
 from powergossip.errors import BadInput
+from powergossip.parameters import Layout
 from powergossip.runner.runner import yaml_text
 from powergossip.runs import metrics
 from tests.harness.launch import ROOT
+from tests.harness.on_device import ring
 
 MINE = """
 import algorithms
@@ -150,6 +153,16 @@ def test_the_options_of_a_method_of_the_user(tmp_path: Path) -> None:
     for name in ("consensus_random", "text_same"):
         with pytest.raises(BadInput, match=r"wait.*weight"):
             program.check(TASKS[name], QUICK, {"optimizer": "half", "optimizer_wait": 1})
+
+
+def test_an_option_may_be_called_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Named(Half):
+        def __init__(self, network: Any, layout: Any, *, name: str = "a") -> None:
+            self.name = name
+
+    monkeypatch.setitem(AVERAGING, "named", Named)
+    found: Any = algorithms.make("named", ring(torch.device("cpu")), Layout([(2,)]), name="b")
+    assert found.name == "b"
 
 
 def test_a_task_that_does_not_accept_the_settings_of_all_is_left_out(

@@ -202,6 +202,18 @@ def test_a_failed_run_stops_no_other_and_is_repeated(folder: Folder, tmp_path: P
     assert not (folder.of(bad) / "failed.json").exists()
 
 
+@pytest.mark.parametrize("independent", [False, True])
+def test_a_failed_run_stops_the_next_stage_unless_that_goes_on_without_it(
+    independent: bool, folder: Folder, tmp_path: Path
+) -> None:
+    bad = Run("train", {"value": 1, "fail": str(tmp_path / "flag")})
+    good, later = Run("train", {"value": 2}), Run("train", {"value": 3})
+    stages: list[Any] = [lambda _: [bad, good], lambda _: [later]]
+    experiment = Experiment("", stages, lambda *_: "", independent=independent)
+    assert carry_out(experiment, folder, 1) == [bad]
+    assert folder.state(later) == ("done" if independent else "new")
+
+
 def test_divergence_is_a_result(folder: Folder) -> None:
     run = Run("train", {"value": 1, "diverge": 1})
     assert carry_out(asked(run), folder, 1) == []
