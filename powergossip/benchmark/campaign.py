@@ -8,13 +8,22 @@ from pathlib import Path
 from typing import Any
 
 from powergossip.benchmark.entries import Entry
-from powergossip.benchmark.tasks import SEEDS, TASKS, TRIES, TUNING_SEED, BenchmarkTask, Values
+from powergossip.benchmark.tasks import (
+    FINAL,
+    RESULT,
+    SEEDS,
+    TASKS,
+    TRIES,
+    TUNING,
+    TUNING_SEED,
+    BenchmarkTask,
+    Values,
+)
 from powergossip.errors import BadInput
 from powergossip.runner import runner
 from powergossip.runner.runner import Experiment, Folder, Run
 
 PROGRAM = "powergossip.benchmark.program"
-RESULT, TUNING, FINAL = "result.json", "tuning", "final"  # as in program.py, which loads torch
 
 
 class Campaign:

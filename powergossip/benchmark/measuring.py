@@ -115,7 +115,12 @@ def _scaled(traffic: Traffic, topology: Topology, method: PredictedMethod, bits:
 
 
 def busiest(folder: Path) -> float:
-    """The bits of the worker that has sent the most in a run, beside those of worker 0."""
+    """The bits of the worker that has sent the most in a run, beside those of worker 0.
+
+    1 for a run that diverged before its first checkpoint.
+    """
+    if not list((folder / "checkpoints").glob("step-*")):
+        return 1.0
     bits = _checkpoint(folder)["network"]["bits"]
     return float(bits.max() / bits[0]) if bits[0] else 1.0
 

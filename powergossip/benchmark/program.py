@@ -24,7 +24,7 @@ import train
 from powergossip import algorithms, compressors, options
 from powergossip.algorithms import aggregation
 from powergossip.benchmark import data, entries, measuring
-from powergossip.benchmark.tasks import OPTION, TASKS, BenchmarkTask, Values
+from powergossip.benchmark.tasks import FINAL, OPTION, RESULT, TASKS, BenchmarkTask, Values
 from powergossip.errors import BadInput, Diverged
 from powergossip.network import Network, Processes
 from powergossip.parameters import Layout
@@ -34,7 +34,6 @@ from powergossip.topologies import Topology
 from powergossip.training.config_checks import checked
 from powergossip.training.methods import check_method
 
-RESULT, TUNING, FINAL = "result.json", "tuning", "final"
 DIVERGED = 1e2  # times the error at the start
 ROUNDING = 1e-10  # error, relative to the start, below which matrices agree
 

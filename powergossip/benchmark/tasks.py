@@ -13,6 +13,7 @@ Values = dict[str, Any]  # of the keys of train.py
 QUICK, FULL = "quick", "full"
 TIERS = (QUICK, FULL)
 TUNING_SEED, SEEDS = 11, (1, 2, 3)
+RESULT, TUNING, FINAL = "result.json", "tuning", "final"  # file and stages of runs
 TRIES: Mapping[str, int] = {QUICK: 4, FULL: 8}  # settings that an entry may try
 RATES: Mapping[str, float] = {"10": 10e6, "100": 100e6, "1000": 1000e6}  # Mbit/s → bit/s
 # Of predicted times, beside the measured CPU time of averaging.

@@ -329,6 +329,21 @@ def test_a_setting_that_diverges_is_not_chosen() -> None:
     assert found["diverged"]
 
 
+def test_training_that_diverges_before_its_first_evaluation_is_a_result(
+    tiny: None, tmp_path: Path
+) -> None:
+    task = TASKS["text_same"]
+    values = {**task.values_of(QUICK), "local_optimizer": "sgd", "gradient_clipping": None}
+    setting: Values = {"optimizer": "dpsgd", "learning_rate": 1e30}
+    for final in (False, True):
+        run = program.learn(task, values, setting, 1, final, tmp_path / str(final))
+        assert run["diverged"]
+        assert run["evaluations"] == []
+        assert score(task, run) == -math.inf
+    costs = measuring.cost(task, values, setting, run, tmp_path / "True")
+    assert costs == {"state": None, "cpu": None, "step_seconds": {}}
+
+
 def test_the_megabytes_of_agreement_are_those_of_the_busiest_worker_step_by_step() -> None:
     """D-PSGD on a ring reaches 1e-3 after 13 to 14 steps of 80 kB, whatever the number of steps."""
     task = TASKS["consensus_random"]
