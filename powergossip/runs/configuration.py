@@ -36,6 +36,8 @@ from powergossip.errors import BadInput
 from powergossip.runs import metrics
 from powergossip.runs.files import CONFIG_FILE, DATED
 
+OPTION = "optimizer_"  # of keys of options of methods
+
 # An integer for a float, or a tuple for a list, is accepted on purpose.
 warnings.filterwarnings("ignore", message="Implicit conversion from (int to float|tuple to list)")
 
@@ -313,12 +315,15 @@ def _of_file(config: DictConfig, file: str) -> list[_Assignment]:
 
 
 def _of_saved_run(config: DictConfig, file: Path) -> list[_Assignment]:
-    """The values of a run's config.yaml, for keys that have their defaults in `config`."""
+    """The values of a run's config.yaml, for keys that have their defaults in `config`.
+
+    Options of a script's own method, which have no keys, are left out: its row has their values.
+    """
     changed_before = set_by_driver(config)
     return [
         _Assignment(key, value, Origin(f"{file}, line {line}", False), f"{file}, line {line}: ")
         for key, (value, line) in _read_yaml(str(file), file).items()
-        if key not in changed_before
+        if key not in changed_before and (key in config or not key.startswith(OPTION))
     ]
 
 

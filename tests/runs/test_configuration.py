@@ -219,7 +219,9 @@ def test_values_of_a_saved_configuration_are_not_explicit(tmp_path: Path) -> Non
 
 
 def test_a_resumed_run_keeps_the_values_of_keys_that_are_not_given(tmp_path: Path) -> None:
-    yaml_file(tmp_path, "seed: 3\nbatch_size: 9\nmomentum: 0.5\n", "config.yaml")
+    """Options of a driver's own method have no keys; its row has their values."""
+    of_run = "seed: 3\nbatch_size: 9\nmomentum: 0.5\noptimizer_of_mine: 0.6\n"
+    yaml_file(tmp_path, of_run, "config.yaml")
     config = OmegaConf.structured(train.Config)
     config.momentum = 0.7  # by a driver
     arguments = ["resume=true", "seed=1", "--output-dir", str(tmp_path)]
