@@ -130,7 +130,7 @@ def pair(first: Line, second: Line) -> Pair:
         if run["seed"] in of_second
     ]
     n = len(differences)
-    mean = sum(differences) / n
+    mean = sum(differences) / n if n else math.nan
     if n < 2:
         return Pair(mean, math.inf, "noise")
     deviation = math.sqrt(sum((d - mean) ** 2 for d in differences) / (n - 1))

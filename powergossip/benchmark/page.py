@@ -117,9 +117,11 @@ def pairs(own: Line, found: Sequence[Line]) -> Table:
         of = pair(own, line)
         factor, places = own.task.measure.factor, own.task.measure.places
         difference = (
-            f"{factor * of.difference:+.{places}f} ± {factor * of.margin:.{places}f}"
-            if math.isfinite(of.difference)
-            else "diverged"
+            "diverged"
+            if own.diverged or line.diverged
+            else "other seeds"
+            if math.isnan(of.difference)
+            else f"{factor * of.difference:+.{places}f} ± {factor * of.margin:.{places}f}"
         )
         rows.append([line.name, difference, of.verdict])
     return rows
@@ -171,7 +173,7 @@ def _number(values: Sequence[float]) -> str:
     if not values or any(math.isnan(value) for value in values):
         return ""
     mean = sum(values) / len(values)
-    return "never" if math.isinf(mean) else f"{mean:.3g}" if mean < 1000 else f"{mean:.0f}"
+    return "never" if math.isinf(mean) else f"{mean:.3g}" if mean < 999.5 else f"{mean:.0f}"
 
 
 def _seconds(rate: str, line: Line) -> str:
@@ -181,11 +183,11 @@ def _seconds(rate: str, line: Line) -> str:
 def _bounded(line: Line, values: Sequence[float]) -> str:
     """The mean, as an upper bound where it is one."""
     text = _number(values)
-    return f"≤ {text}" if text and line.is_bound else text
+    return f"≤ {text}" if line.is_bound and text not in ("", "never") else text
 
 
 def _single(value: float | None, factor: float) -> str:
-    return "" if value is None else f"{factor * value:.3g}"
+    return "" if value is None else _number([factor * value])
 
 
 def _markdown(rows: Table) -> str:

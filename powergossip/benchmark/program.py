@@ -53,7 +53,9 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--output-dir", type=Path)
     parser.add_argument("keys", nargs="*")
     given = parser.parse_args(list(arguments))
-    request = {k: yaml.safe_load(v) for k, _, v in (key.partition("=") for key in given.keys)}
+    texts = {key: text for key, _, text in (key.partition("=") for key in given.keys)}
+    request = {key: yaml.safe_load(text) for key, text in texts.items() if key != "method"}
+    request["method"] = texts["method"]  # a path, not YAML
     entry, task = entries.find(request["method"]), TASKS[request["task"]]
     if entry.code != request["code"]:
         raise BadInput(f"{request['method']} has changed since its runs began; begin again")

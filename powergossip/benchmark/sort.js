@@ -1,9 +1,9 @@
 // Tables in an element of class sortable are sorted by a click on a cell of their header. Numbers are
-// compared as numbers, and come before texts.
+// compared as numbers, also after ≤, and come before texts such as "1 of 3 diverged".
 document.addEventListener("DOMContentLoaded", () => {
   const value = (row, column) => {
-    const text = row.cells[column].textContent.trim().replace("−", "-");
-    const number = parseFloat(text);
+    const text = row.cells[column].textContent.trim().replace("−", "-").replace(/^≤ /, "");
+    const number = text.includes(" of ") ? NaN : parseFloat(text);
     return Number.isNaN(number) ? text : number;
   };
   const order = (a, b) => {

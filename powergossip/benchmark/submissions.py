@@ -57,8 +57,8 @@ def read(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text())
         for of_tier in found["tiers"].values():
-            for of_task in of_tier.values():
-                _check_results(of_task)
+            for name, of_task in of_tier.items():
+                _check_results(name, of_task)
         ok = isinstance(found["source"], str)
     except OSError as error:
         raise BadInput(f"{path} cannot be read: {error.strerror}") from error
@@ -70,11 +70,15 @@ def read(path: Path) -> dict[str, Any]:
     return dict(found)
 
 
-def _check_results(of_task: Mapping[str, Any]) -> None:
+def _check_results(name: str, of_task: Mapping[str, Any]) -> None:
     """Raise one of several errors for results of a task that lack something."""
-    _ = of_task["version"] + 0, of_task["data"] + "", of_task["step_seconds"].items()
+    _ = of_task["version"] + 0, of_task["data"] + ""
     _ = of_task["setting"].items(), of_task["made"].items()
-    _ = [(tried["setting"].items(), tried["score"]) for tried in of_task["tried"]]
+    _ = [(tried["setting"].items(), (tried["score"] or 0) + 0) for tried in of_task["tried"]]
+    _ = [(of_task.get(key) or 0) + 0 for key in ("state", "cpu")]
+    _ = [seconds + 0 for seconds in of_task["step_seconds"].values()]
+    keys = ["step", "mean", "worst", "MB"]
+    keys += ["seconds"] if name in TASKS and TASKS[name].is_virtual else []
     if not of_task["runs"]:
         raise ValueError
     for run in of_task["runs"]:
@@ -82,7 +86,7 @@ def _check_results(of_task: Mapping[str, Any]) -> None:
         if not run["diverged"] and not run["evaluations"]:
             raise ValueError
         for evaluation in run["evaluations"]:
-            _ = [evaluation[key] + 0 for key in ("step", "mean", "worst", "MB")]
+            _ = [evaluation[key] + 0 for key in keys]
 
 
 def read_all(folders: list[Path], warn: Callable[[str], None] = print) -> list[dict[str, Any]]:

@@ -1,11 +1,14 @@
 """powergossip-benchmark: what is the same for all entries, the results, and their comparison."""
 
 import dataclasses
+import hashlib
+import json
 import math
 import re
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +19,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+import train
 from powergossip import algorithms, compressors, topologies
 from powergossip.algorithms import AVERAGING
 from powergossip.benchmark import (
     command_line,
     comparison,
+    data,
     entries,
     library,
     measuring,
@@ -33,9 +38,13 @@ from powergossip.benchmark.campaign import Campaign, score
 from powergossip.benchmark.comparison import Line, front, lines, pair
 from powergossip.benchmark.tasks import QUICK, SEEDS, TASKS, TRIES, Values
 from powergossip.errors import BadInput
+from powergossip.network import ToAll
 from powergossip.parameters import Layout
+from powergossip.runner import runner
+from powergossip.runner.jobs import Job
 from powergossip.runner.runner import yaml_text
 from powergossip.runs import metrics
+from tests.harness import small_data
 from tests.harness.launch import ROOT
 from tests.harness.on_device import ring
 
@@ -118,6 +127,7 @@ def test_what_an_entry_may_not_have(settings: object, sentence: str, tmp_path: P
     [
         ("raise SystemExit", "ends the program"),
         ("NAME = 'a b'; SETTINGS = [{'optimizer': 'dpsgd'}]", "use 1 to 60 letters"),
+        ("NAME = 'a/b'; SETTINGS = [{'optimizer': 'dpsgd'}]", "use 1 to 60 letters"),
         ("NAME = 'a.json'; SETTINGS = [{'optimizer': 'dpsgd'}]", "without a suffix"),
     ],
 )
@@ -135,9 +145,11 @@ def test_an_entry_of_a_user_has_another_name_than_those_of_the_library(tmp_path:
 
 def test_settings_of_all_tasks_are_those_of_consensus_without_learning(tmp_path: Path) -> None:
     both = [{"optimizer": "half", "learning_rate": rate} for rate in (0.1, 0.2)]
-    entry = entries.find(str(written(tmp_path, {"all": both, "text_topics": both[:1]})))
+    lists = {"all": both, "text": both[1:], "text_topics": both[:1]}
+    entry = entries.find(str(written(tmp_path, lists)))
     assert entry.settings["consensus_random"] == [{"optimizer": "half"}]
     assert entry.settings["fashion_mnist_late"] == both
+    assert entry.settings["text_same"] == both[1:]
     assert entry.settings["text_topics"] == both[:1]
 
 
@@ -255,6 +267,7 @@ def test_a_method_is_tuned_on_held_out_data_and_compared_on_test_data(
     of_text = TASKS["text_same"]
     tuned, final = campaign.tuning(of_text), campaign.final(of_text)
     assert tuned.values["settings"] == settings
+    assert len({*tuned.values["seeds"], *final.values["seeds"]}) == 4
     assert final.values["settings"] == settings[1:]  # it learns, the other one does not
     for run, splits in [(tuned, {"valid_avg", "train"}), (final, {"test", "test_avg", "train"})]:
         for folder in campaign.folder.of(run).glob("*-*"):
@@ -263,8 +276,17 @@ def test_a_method_is_tuned_on_held_out_data_and_compared_on_test_data(
     results = campaign.results()
     found = results["text_same"]
     assert [run["seed"] for run in found["runs"]] == list(SEEDS)
+    for of_task in results.values():
+        assert len({run["evaluations"][-1]["mean"] for run in of_task["runs"]}) == len(SEEDS)
     assert [e["step"] for e in found["runs"][0]["evaluations"]] == [2, 4]
     assert found["tried"][0]["score"] < found["tried"][1]["score"]
+    for larger, worst in [(False, max), (True, min)]:  # the run is over, and only read again
+        of = dataclasses.replace(of_text.measure, larger_is_better=larger)
+        folder = campaign.folder.of(final) / "0-1"
+        rows = metrics.last_values(metrics.load(folder), of.name, split="test")
+        task = dataclasses.replace(of_text, measure=of)
+        again = program.learn(task, task.values_of(QUICK), settings[1], 1, True, folder)
+        assert again["evaluations"][-1]["worst"] == worst(rows)
     assert len(found["data"]) == 64
     assert found["state"] == 0
     assert found["step_seconds"]["10"] > found["step_seconds"]["100"] > 0
@@ -292,6 +314,8 @@ def test_a_run_that_is_done_is_not_repeated(
     def counted(*arguments: Any) -> Any:
         done.append(arguments[2]["optimizer"])
         if done == ["half", "dpsgd"]:
+            arguments[-1].mkdir()
+            (arguments[-1] / tasks.RESULT).write_text("{")  # half of a file
             raise KeyboardInterrupt
         return agree(*arguments)
 
@@ -301,6 +325,13 @@ def test_a_run_that_is_done_is_not_repeated(
     carried_out(campaign)
     assert done[:3] == ["half", "dpsgd", "dpsgd"]
     assert len(done) == 3 + len(SEEDS)
+    tuned = campaign.folder.of(campaign.tuning(TASKS["consensus_random"])) / tasks.RESULT
+    tuned.write_text("{")
+    with pytest.raises(BadInput, match="is damaged; remove its folder"):
+        campaign.results()
+    equal = [{"diverged": False, "evaluations": [{"mean": -2.0}]}] * 2
+    tuned.write_text(json.dumps({"runs": equal}))
+    assert campaign.chosen(TASKS["consensus_random"]) == {"optimizer": "half"}  # the first one
     path.write_text(path.read_text() + "# changed\n")
     with pytest.raises(BadInput, match="has changed since"):
         carried_out(campaign)
@@ -314,6 +345,13 @@ def test_a_tier_tries_the_first_settings(tmp_path: Path) -> None:
         campaign = Campaign(entry, str(path), tier, ["text_same"], tmp_path)
         run = campaign.tuning(TASKS["text_same"])
         assert run.values["settings"] == many[: TRIES[tier]]
+
+
+def test_runs_of_another_version_of_a_task_are_not_taken(tmp_path: Path) -> None:
+    task = TASKS["text_same"]
+    campaign = Campaign(entries.find("d-psgd"), "d-psgd", QUICK, [task.name], tmp_path)
+    newer = dataclasses.replace(task, version=task.version + 1)
+    assert campaign.tuning(newer).identity != campaign.tuning(task).identity
 
 
 def test_a_setting_that_diverges_is_not_chosen() -> None:
@@ -350,20 +388,48 @@ def test_the_megabytes_of_agreement_are_those_of_the_busiest_worker_step_by_step
     for tier in tasks.TIERS:
         found = program.agree(task, task.values_of(tier), {"optimizer": "dpsgd"}, 1, True, Path())
         assert 1.04 < Line("", task, -3.0, {"runs": [found]}).to_target("MB")[0] < 1.12
-    sent = []
+        assert found["evaluations"][-1]["step"] == task.values_of(tier)["steps"]
+    sent, seeds = [], []
     for hub in (0, 3):
 
         def star(n_workers: int, seed: int, *, hub=hub) -> topologies.Topology:
-            edges = [(hub, i) for i in range(n_workers) if i != hub]
-            return topologies.undirected("hub", nx.Graph(edges))
+            seeds.append(seed)
+            graph = nx.empty_graph(n_workers)  # the order of nodes is that of workers
+            graph.add_edges_from((hub, i) for i in range(n_workers) if i != hub)
+            return topologies.undirected("hub", graph)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setitem(topologies.TOPOLOGIES, "hub", star)
             setting = {"optimizer": "dpsgd", "topology": "hub", "topology_options": {"hub": hub}}
             values = {**task.values_of(QUICK), "steps": 4}
-            run = program.agree(task, values, setting, 1, True, Path())
+            run = program.agree(task, values, setting, 7, True, Path())
             sent.append(run["evaluations"][-1]["MB"])
     assert sent == [4 * 7 * 4e-2] * 2
+    assert set(seeds) == {7}
+
+
+def test_the_error_of_agreement_is_the_distance_to_the_mean_at_the_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also of workers that agree on something else, relative to the start, and 1e-10 or more."""
+    task = TASKS["consensus_random"]
+
+    def after(jump: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+        class Jump(Half):
+            def step(self, x: Tensor) -> Any:
+                yield ToAll(x)
+                x.copy_(jump(x))
+
+        monkeypatch.setitem(AVERAGING, "jump", Jump)
+        values = {**task.values_of(QUICK), "steps": 2}
+        return program.agree(task, values, {"optimizer": "jump"}, 1, True, Path())
+
+    last = after(lambda x: x.double().mean(0).expand_as(x))["evaluations"][-1]
+    assert (last["mean"], last["worst"]) == (-10, -10)
+    assert after(torch.zeros_like)["evaluations"][-1]["mean"] == pytest.approx(-0.85, abs=0.01)
+    last = after(lambda x: x.index_fill(0, torch.arange(7), 0.0))["evaluations"][-1]
+    assert last["worst"] > last["mean"] + 0.3
+    assert after(lambda x: math.nan * x)["diverged"]
 
 
 def test_workers_that_agree_without_messages_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -379,36 +445,123 @@ def test_workers_that_agree_without_messages_are_rejected(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
-    "setting",
+    ("setting", "degree", "sent", "kept"),
     [
-        {"optimizer": "dpsgd", "learning": "gradient-tracking"},
-        {"optimizer": "power-gossip"},
-        {"optimizer": "dpsgd", "topology": "one-peer-exponential"},
-        {"optimizer": "powersgd"},
-        {"optimizer": "dpsgd", "topology": "chain"},
+        ({"optimizer": "dpsgd", "learning": "gradient-tracking"}, 2, 4, 2),
+        ({"optimizer": "power-gossip"}, 2, None, None),
+        ({"optimizer": "dpsgd", "topology": "one-peer-exponential", "local_steps": 2}, 1, 0.5, 0),
+        ({"optimizer": "powersgd"}, 2, None, None),
+        ({"optimizer": "dpsgd", "topology": "chain"}, 14 / 8, 2, 0),
     ],
     ids=str,
 )
-def test_predicted_steps_have_the_bits_of_the_run(
-    setting: Values, tiny: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_cost_of_a_step_is_that_of_the_run(
+    setting: Values,
+    degree: float,
+    sent: float | None,
+    kept: float | None,
+    tiny: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also where a learning rule sends more than the averaging rule."""
+    """Also where a learning rule sends more than the averaging rule.
+
+    Args:
+        degree: Mean number of neighbors.
+        sent: Vectors as long as the model that the busiest worker sends in a step.
+        kept: Those that a worker keeps beside the model.
+    """
     task = TASKS["text_same"]
-    values = {**task.values_of(QUICK), "local_optimizer": "sgd", "learning_rate": 0.01}
+    more: Values = {"local_optimizer": "sgd", "learning_rate": 0.01}
+    schedule = {"lr_schedule": "milestones", "lr_schedule_milestones": [[1, 0.1]]}
+    values = {**task.values_of(QUICK), **more, **schedule}
     run = program.learn(task, values, setting, 1, True, tmp_path)
-    sent: list[float] = []
+    assert {key: train.config[key] for key in values | setting} == values | setting
+    bytes_sent: list[float] = []
     step = measuring.prediction.step
 
     def noted(*arguments: Any) -> Any:
         found = step(*arguments)
-        sent.append(found.sent)
+        bytes_sent.append(found.sent)
         return found
 
     monkeypatch.setattr(measuring.prediction, "step", noted)
-    monkeypatch.setattr(measuring.prediction, "cpu_seconds", lambda *_, **__: (0.0, 0.0))
-    measuring.cost(task, values, setting, {"seed": 1, **run}, tmp_path)
+    monkeypatch.setattr(measuring.prediction, "cpu_seconds", lambda *_, **__: (4e-3, 1e-3))
+    found = measuring.cost(task, values, setting, {"seed": 1, **run}, tmp_path)
     last = run["evaluations"][-1]
-    assert sent == pytest.approx([1e6 * last["MB"] / last["step"]] * 3, rel=1e-6)
+    assert bytes_sent == pytest.approx([1e6 * last["MB"] / last["step"]] * 3, rel=1e-6)
+    model = 4 * measuring._layout(task, values).size
+    interval = setting.get("local_steps", 1)
+    assert found["cpu"] == pytest.approx((4e-3 + degree * 1e-3) / interval)
+    if sent:
+        assert bytes_sent[0] == pytest.approx(sent * model)
+        assert found["state"] == kept * model
+
+
+def test_predicted_seconds_are_those_of_the_links_and_of_measured_averaging(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of D-PSGD on a ring, whose messages of 40 kB are in flight during a gradient of 5 ms."""
+    task = dataclasses.replace(TASKS["consensus_random"], gradient=TASKS["text_same"].gradient)
+    monkeypatch.setattr(measuring.prediction, "cpu_seconds", lambda *_, **__: (4e-3, 1e-3))
+    run = {"seed": 1, "diverged": False, "evaluations": [{"step": 100, "MB": 8.0}]}
+    found = measuring.cost(task, task.values_of(QUICK), {"optimizer": "dpsgd"}, run, Path())
+    busy = 5e-3 + 4e-3 + 2 * 1e-3 + 2 * 130e-6
+    flights = {rate: 1e-3 + 8 * 80e3 / (0.95 * 1e6 * int(rate)) for rate in ("10", "100", "1000")}
+    expected = {rate: busy + max(0.0, flight - 5e-3) for rate, flight in flights.items()}
+    assert found["step_seconds"] == pytest.approx(expected, rel=0.02)
+
+
+def test_low_rank_matrices_have_singular_values_1_over_k_squared() -> None:
+    values: Values = {"matrices": "low-rank", "size": 20, "n_workers": 3}
+    found = torch.linalg.svdvals(data.matrices(values, 1))
+    assert (found - torch.arange(1, 21) ** -2.0).abs().max() < 1e-5
+
+
+def test_images_are_the_first_ones_with_a_hash_of_all_that_are_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_data.write_fashion_mnist(tmp_path)
+    load = data.files.load
+
+    def hash_of(prefix: str, part: str, at: int) -> str:
+        """With another value in an image or label."""
+
+        def changed(*paths: Path) -> Any:
+            found = load(*paths)
+            if paths[0].name.startswith(prefix):
+                getattr(found, part)[at] ^= 1
+            return found
+
+        monkeypatch.setattr(data.files, "load", changed)
+        options = small_data.options(data_dir=tmp_path, batch_size=1)
+        return str(data.fashion_mnist(options, 30, 10).facts["data"])
+
+    used = [(prefix, part) for prefix in ("train", "t10k") for part in ("images", "labels")]
+    last = {"train": 29, "t10k": 9}
+    of_others = {hash_of(prefix, part, last[prefix] + 1) for prefix, part in used}
+    assert len(of_others) == 1
+    assert len(of_others | {hash_of(prefix, part, last[prefix]) for prefix, part in used}) == 5
+
+
+def test_a_task_that_changes_has_another_version() -> None:
+    """After a change of what makes a task's results, raise its version, and note both here."""
+    of_all = [tasks.TUNING_SEED, SEEDS, program.HELD_OUT, program.DIVERGED, program.ROUNDING]
+    found = {}
+    for task in TASKS.values():
+        text = json.dumps([*of_all, task.values, task.tiers], sort_keys=True)
+        found[task.name] = (task.version, hashlib.sha256(text.encode()).hexdigest()[:8])
+    assert found == {
+        "consensus_random": (1, "d974447b"),
+        "consensus_low_rank": (1, "b53b3af7"),
+        "fashion_mnist_same": (1, "d6a92d18"),
+        "fashion_mnist_sorted": (1, "98c3e05e"),
+        "fashion_mnist_dirichlet": (1, "19c7986e"),
+        "fashion_mnist_16": (1, "ce9762e7"),
+        "fashion_mnist_late": (1, "3b5422f3"),
+        "text_same": (1, "f55aab0e"),
+        "text_topics": (1, "2bf084bb"),
+    }
 
 
 # --- Comparison -----------------------------------------------------------------------------------
@@ -457,6 +610,18 @@ def test_the_costs_of_a_target_lie_between_two_evaluations() -> None:
     assert found.seconds_to_target("10") == pytest.approx([40, 32, 2 * (10 + 10 * 0.35 / 0.45)])
     assert line(0.7).to_target("MB") == [math.inf]
     assert line(1.8).to_target("MB") == [5.0]  # at the first evaluation
+    late = dataclasses.replace(line(1.0), task=TASKS["fashion_mnist_late"])
+    assert late.seconds_to_target("10") == pytest.approx([1.6])
+    lost = line(1.0)
+    for mean in (0.7, 0.9):  # lost, and reached again
+        lost.runs[0]["evaluations"].append({"mean": mean, "MB": 20.0})
+    assert lost.to_target("MB") == pytest.approx([8.0])
+    less = dataclasses.replace(line(8.0), task=TASKS["text_same"], target=6.0)
+    assert less.is_bound
+    less.runs[0]["evaluations"].reverse()  # 8 bits per byte after 10 MB, 4 after 5
+    assert not less.is_bound
+    assert less.to_target("MB") == pytest.approx([7.5])
+    assert less.quality == -4.0
 
 
 @given(st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), min_size=3, max_size=3))
@@ -470,7 +635,13 @@ def test_pairs_are_antisymmetric(values: list[tuple[float, float]]) -> None:
 
 
 def test_a_difference_within_its_interval_is_noise() -> None:
-    assert pair(line(0.80, 0.82, 0.84), line(0.79, 0.81, 0.83)).verdict == "better"
+    shifted = line(0.79, 0.81, 0.83)
+    assert pair(line(0.80, 0.82, 0.84), shifted).verdict == "better"
+    shifted.found["runs"].reverse()  # pairs are those of equal seeds
+    assert pair(line(0.80, 0.82, 0.84), shifted).verdict == "better"
+    for run in shifted.found["runs"]:
+        run["seed"] += 10
+    assert pair(line(0.80, 0.82, 0.84), shifted).verdict == "noise"
     assert pair(line(0.80, 0.82, 0.84), line(0.83, 0.81, 0.79)).verdict == "noise"
     # t(0.975, 2) = 4.303: differences of 1, 2 and 3 are 2 ± 2.48, those of 2, 3 and 4 are 3 ± 2.48
     of = pair(line(0.01, 0.02, 0.03), line(0.0, 0.0, 0.0))
@@ -513,8 +684,79 @@ def test_a_target_before_the_first_evaluation_is_an_upper_bound() -> None:
     reached, later = line(1.8, 1.8, 1.8), line(1.0, 1.0, 1.0)
     shown = page.table([reached, later])
     assert [row[shown[0].index("MB to 80")] for row in shown[1:]] == ["≤ 5", "8"]
-    broken = page.table([line(1.0, 1.0, 1.0, diverged=[2]), later])
-    assert [row[broken[0].index("MB to 80")] for row in broken[1:]] == ["", "8"]
+    broken = [
+        line(1.0, 1.0, 1.0, diverged=[2]),
+        later,
+        line(1.8, 1.0, 1.0),
+        line(1.0, 0.7, 1.0),
+        line(1.8, 0.7, 1.0),
+    ]
+    shown = page.table(broken)
+    assert [row[shown[0].index("MB to 80")] for row in shown[1:]] == [
+        "",
+        "8",
+        "≤ 7",
+        "never",
+        "never",
+    ]
+
+
+def test_units_and_spread_of_a_table() -> None:
+    """Percent, megabytes, milliseconds; deviations with n − 1."""
+    own, other = line(0.8, 0.9, 1.0, state=2e6, cpu=3e-3), line(0.7, 0.7, 0.7, name="b")
+    shown = page.table([own, other])
+    row = dict(zip(shown[0], shown[1], strict=True))
+    assert row["accuracy, %"] == "90.00 ± 10.00"
+    assert row["worst worker"] == "20.00 ± 0.00"
+    assert (row["MB sent"], row["state, MB"], row["averaging, CPU ms"]) == ("10", "2", "3")
+    beside = page.pairs(line(0.8, 0.8, 0.8), [other])
+    assert beside[1] == ["b", "+10.00 ± 0.00", "better"]
+
+
+def test_an_entry_of_few_tasks_is_not_first_for_that() -> None:
+    """The order is that of mean ranks, where 0 is the best of a task and 1 the worst."""
+    best, middle, few = (line(q, name=name) for q, name in [(3, "a"), (2, "b"), (1, "few")])
+    rows = page.overview({"text_same": [best, middle, few], "text_topics": [best, middle]})
+    assert [row[0] for row in rows] == ["entry", "a", "b", "few"]
+
+
+def test_a_figure_has_the_means_of_entries_that_did_not_diverge(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr(page.figures, "scatter", lambda *_, **more: drawn.append((_[0], more)))
+    own, other = line(0.8, 0.9), line(0.7, 0.7, name="dear")
+    for i, run in enumerate(own.runs):
+        run["evaluations"][-1]["MB"] = 4.0 * i
+    assert page.draw([own, other, line(1.0, 1.0, name="gone", diverged=[2])], tmp_path)
+    ((points, more),) = drawn
+    assert points == {"a": (2.0, [80.0, 90.0]), "dear": (10.0, [70.0, 70.0])}
+    assert more["front"] == ["a"]
+    assert not page.draw([line(1.0, diverged=[1])], tmp_path)
+
+
+def test_a_click_sorts_numbers_by_their_size_and_before_texts() -> None:
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("there is no node")
+    cells = ["10.5 ± 0.1", "1 of 3 diverged", "9", "≤ 9.5", "never", "−3", ""]
+    table = f"""
+        const rows = {json.dumps(cells)}.map(text => ({{ cells: [{{ textContent: text }}] }}));
+        const body = {{ rows, appendChild: row => body.order.push(row), order: [] }};
+        const head = {{ style: {{}}, addEventListener: (_, click) => {{ head.click = click; }} }};
+        const table = {{ tHead: {{ rows: [{{ cells: [head] }}] }}, tBodies: [body] }};
+        const document = {{
+            addEventListener: (_, loaded) => {{ document.loaded = loaded; }},
+            querySelectorAll: () => [table],
+        }};
+        {page.SORT.read_text()}
+        document.loaded();
+        head.click();
+        console.log(JSON.stringify(body.order.map(row => row.cells[0].textContent)));
+    """
+    done = subprocess.run([node, "-e", table], capture_output=True, text=True, check=True)
+    numbers = ["−3", "9", "≤ 9.5", "10.5 ± 0.1"]
+    assert json.loads(done.stdout) == [*numbers, "", "1 of 3 diverged", "never"]
 
 
 def test_results_in_two_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -527,10 +769,22 @@ def test_results_in_two_folders(tmp_path: Path, capsys: pytest.CaptureFixture[st
     (found,) = submissions.read_all(folders)
     assert list(found["tiers"][QUICK]) == ["fashion_mnist_same", "text_same"]
     assert "left out" in capsys.readouterr().out
+    for tier, name in [("full", "text_same"), (QUICK, "text_topics"), (QUICK, "text_same")]:
+        submissions.save(entry, tier, {name: result(0.7654321)}, folders[1])
+    tiers = submissions.read(folders[1] / "a.json")["tiers"]
+    assert {tier: list(of) for tier, of in tiers.items()} == {
+        QUICK: ["text_same", "text_topics"],
+        "full": ["text_same"],
+    }
+    (run,) = tiers[QUICK]["text_same"]["runs"]  # the last one
+    assert run["evaluations"][-1]["mean"] == 0.765432
     other = entries.Entry("a", "other source", {})
     path, note = submissions.save(other, QUICK, {"text_same": result(0.1)}, folders[1])
     assert "results of other code" in note
     assert submissions.read(path.with_suffix(".json.before"))["source"] == "source"
+    (found,) = submissions.read_all(folders)
+    assert found["source"] == "other source"
+    assert list(found["tiers"][QUICK]) == ["text_same"]
 
 
 def test_what_check_finds() -> None:
@@ -552,6 +806,41 @@ def test_what_check_finds() -> None:
     ]:
         (found, *_) = submissions.problems(entry_of("a", {**good, **changed}))
         assert sentence in found
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda found: found["runs"].clear(),
+        lambda found: found["runs"][0]["evaluations"].clear(),
+        lambda found: found["runs"][0]["evaluations"][1].pop("worst"),
+        lambda found: found["runs"][0]["evaluations"][1].pop("seconds"),
+        lambda found: found.update(cpu="1"),
+        lambda found: found["step_seconds"].update({"10": None}),
+    ],
+)
+def test_a_file_that_lacks_something_is_no_file_of_results(
+    damage: Callable[[dict[str, Any]], object], tmp_path: Path
+) -> None:
+    entry = entries.Entry("a", "source", {})
+    for name in ("fashion_mnist_late", "fashion_mnist_same"):
+        path, _ = submissions.save(entry, QUICK, {name: result(0.5)}, tmp_path)
+    content = submissions.read(path)
+    damage(content["tiers"][QUICK]["fashion_mnist_late"])
+    path.write_text(json.dumps(content))
+    with pytest.raises(BadInput, match="is no file of results"):
+        submissions.read(path)
+
+
+def test_a_file_is_checked_against_its_repetition(tmp_path: Path) -> None:
+    entry = entries.Entry("a", "source", {})
+    for folder, means in [("first", (0.5, 0.6, 0.7)), ("again", (0.1, 0.2, 0.3))]:
+        found = result(*means, tried=[{"setting": {}, "score": 0.5}])
+        submissions.save(entry, QUICK, {"text_same": found}, tmp_path / folder)
+    first, again = (str(tmp_path / name) for name in ("first", "again"))
+    command_line.main(["check", f"{first}/a.json", "--folder", first])
+    with pytest.raises(BadInput, match="worse than its repetition"):
+        command_line.main(["check", f"{first}/a.json", "--folder", again])
 
 
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 5)), min_size=1, max_size=8))
@@ -598,6 +887,55 @@ def test_a_user_runs_a_method_of_their_own(tmp_path: Path) -> None:
     assert not re.search(r"(src|href)=.?http|url\(.?http|import .?http", document)
     checked = powergossip_benchmark("check", "output/benchmark/mine.json", cwd=tmp_path)
     assert checked.stdout == "output/benchmark/mine.json is complete\n"
+
+
+def test_a_task_that_fails_leaves_the_others_their_results(
+    tiny: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """With the options of the command line."""
+    jobs: list[Job] = []
+
+    class Launcher:
+        def check(self) -> None: ...
+
+        def leave(self) -> None: ...
+
+        def __call__(self, job: Job) -> int:
+            jobs.append(job)
+            job.log.touch()
+            if "task=text_same" in job.command:
+                return 1
+            program.main(job.command[4:])
+            return 0
+
+    monkeypatch.setattr(runner, "LAUNCHERS", {"slurm": Launcher})
+    held: list[int] = []
+    in_turn = runner._in_turn
+
+    def noted(*arguments: Any) -> list[bool]:
+        held.append(arguments[-1])
+        return in_turn(*arguments)
+
+    monkeypatch.setattr(runner, "_in_turn", noted)
+    place = tmp_path / "a: b #1"  # no YAML
+    place.mkdir()
+    path = written(place, [{"optimizer": "half"}])
+    arguments = ["run", str(path), "--tier", "full", "--launcher", "slurm", "--folder", str(place)]
+    arguments += ["--task", "text_same", "--task", "consensus_random"]
+    with pytest.raises(SystemExit) as ended:
+        command_line.main([*arguments, "--cores", "3"])
+    assert ended.value.code == 1
+    assert all("tier=full" in job.command for job in jobs)
+    assert held == [3, 3]  # both stages
+    assert "log.txt" in capsys.readouterr().err
+    tiers = submissions.read(place / "mine.json")["tiers"]
+    assert {tier: list(of) for tier, of in tiers.items()} == {"full": ["consensus_random"]}
+    with pytest.raises(SystemExit):
+        command_line.main(arguments)
+    assert held == [3, 3, command_line.JOBS]
 
 
 @pytest.mark.parametrize(
