@@ -81,7 +81,11 @@ class Line:
 def lines(
     task: BenchmarkTask, tier: str, entries: Iterable[Mapping[str, Any]]
 ) -> tuple[list[Line], list[str]]:
-    """The lines of a task, best first, and the names of entries with another version or data."""
+    """The lines of a task, best first, and the names of entries with another version or data.
+
+    Matrices of consensus are made here. Their last bits depend on processor and threads, and so do
+    hashes.
+    """
     of_task = {
         entry["name"]: entry["tiers"][tier][task.name]
         for entry in entries
@@ -91,7 +95,11 @@ def lines(
     if not current:
         return [], list(of_task)
     ((usual, _),) = Counter(found["data"] for found in current.values()).most_common(1)
-    kept = {name: found for name, found in current.items() if found["data"] == usual}
+    kept = {
+        name: found
+        for name, found in current.items()
+        if task.is_consensus or found["data"] == usual
+    }
     made = [Line(name, task, task.targets[tier], found) for name, found in kept.items()]
     made.sort(key=lambda line: line.quality, reverse=True)
     return made, [name for name in of_task if name not in kept]

@@ -670,6 +670,11 @@ def test_only_results_of_the_same_data_and_version_are_compared() -> None:
     )
     assert [line.name for line in found] == ["b", "a", "diverged"]
     assert others == ["other data", "other version"]
+    of_matrices = [  # whose last bits differ between processors
+        {**entry_of(name, {}), "tiers": {QUICK: {"consensus_random": result(-3.0, data=name)}}}
+        for name in "ab"
+    ]
+    assert len(lines(TASKS["consensus_random"], QUICK, of_matrices)[0]) == 2
     shown = page.table(found)
     assert shown[3][1] == "1 of 3 diverged"
     assert [row[3] for row in shown] == [
