@@ -13,7 +13,7 @@ As a driver::
     import gossip_run
     gossip_run.config["topology"] = "torus"
     gossip_run.log_metric = my_function    # called on process 0, with the arguments of the default
-    gossip_run.main()
+    folder = gossip_run.main()
 
 Nothing happens at import: torch is imported when a run begins.
 `python gossip_run.py --help` lists the keys.
@@ -101,10 +101,12 @@ _output: "Output | None" = None
 # --- The run -------------------------------------------------------------------------------------
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: list[str] | None = None) -> Path:
     """Gossip with the settings in `config`, changed by `arguments` (the command line).
 
     The arguments are those of this run only: `config` and `output_dir` stay as they are.
+
+    Returns the folder of the run, in all processes.
 
     Raises:
         BadInput: In all processes, for a configuration that cannot be run.
@@ -140,6 +142,7 @@ def main(arguments: list[str] | None = None) -> None:
             sweep.run(_hooks(sweep, bar))
         if _output is not None:
             _report(_output.folder)
+        return comm.broadcast(Path() if _output is None else _output.folder)
     finally:
         if _output is not None:
             _output.close()

@@ -11,7 +11,7 @@ As a driver::
     import train
     train.config["topology"] = "torus"
     train.log_metric = my_function     # called on process 0; see the default's docstring
-    train.main()
+    folder = train.main()
 
 Nothing happens at import: torch is imported when a run begins.
 `python train.py --help` lists the keys.
@@ -26,6 +26,7 @@ Its checkpoints can be evaluated again, which changes nothing in the folder::
 """
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
@@ -75,10 +76,12 @@ def log_runtime(label: str, mean: float, std: float, instances: int) -> None:
 # --- The run -------------------------------------------------------------------------------------
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: list[str] | None = None) -> Path:
     """Train with `config`, changed by `arguments`: key=value, --config, --output-dir, --suffix.
 
     The arguments are those of this run only: `config` and `output_dir` stay as they are.
+
+    Returns the folder of the run, in all processes.
 
     Raises, with the same text in all processes: BadInput if a request is impossible, Diverged if a
     worker's loss or parameters become infinite or NaN, errors.Interrupted after a signal. All
@@ -104,13 +107,14 @@ def main(arguments: list[str] | None = None) -> None:
         run = begin(request)
         if run.config.evaluate_only:
             recorder.evaluate(run, hooks)
-            return
+            return run.evaluated
         record = recorder.Recorder(run, hooks, __file__)
         trainer = run.trainer(record.hooks)
         with record.recording(trainer):
             saved = record.checkpoints(trainer)
             trainer.train(saved, record.offset, record.rows_were_lost)
             trainer.end(lambda: record.report(trainer))
+        return record.folder
 
 
 def command() -> None:

@@ -30,8 +30,8 @@ class Config:
     # Late exchanges
     gossip: str = "synchronous"  # bounded or asynchronous: exchanges are not waited for
     max_delay: int | None = None  # exchanges that an edge may be behind with gossip=bounded (1)
-    scenario: Any = None  # a file with speeds, delays, losses, deaths and joins, for the virtual
-    #   clock of one process (docs/when-workers-fail.md)
+    scenario: Any = None  # speeds, delays, losses, deaths and joins, for the virtual clock of one
+    #   process (docs/when-workers-fail.md): a YAML file or a mapping
 
     # Algorithms
     algorithm: Any = "power_gossip"  # a name of gossip_run.ALGORITHMS, a list of names, or all

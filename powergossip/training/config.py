@@ -130,8 +130,9 @@ class RunKeys:
     worker_timeout: float = 30.0  # seconds without a sign of life until a process counts as lost
     record_order: bool = False  # write the order of late exchanges to order.jsonl, which a scenario
     #   can replay
-    scenario: Any = None  # a file with speeds, delays, losses, deaths and joins of workers, for the
-    #   virtual clock: one process hosts all workers, and seconds in rows are virtual
+    scenario: Any = None  # speeds, delays, losses, deaths and joins of workers, for the virtual
+    #   clock: a YAML file or a mapping. One process hosts all workers, and seconds in rows are
+    #   virtual
     data_of_lost: str = "left"  # the samples of lost workers: left, nobody trains on them, or
     #   redistributed over the others, from the next epoch of each on
 

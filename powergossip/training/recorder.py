@@ -194,6 +194,8 @@ def evaluate(run: NewRun, hooks: Hooks) -> None:
     trainer.evaluate()
     trainer.close()
     if run.processes.rank == 0:
-        print(f"The {run.config.checkpoint} checkpoint of {run.resumed}, after step {trainer.step}")
+        print(
+            f"The {run.config.checkpoint} checkpoint of {run.evaluated}, after step {trainer.step}"
+        )
         print(tables.summary(metrics.frame(rows), trainer.execution.time_is_virtual))
         _show_sample(trainer)

@@ -47,6 +47,12 @@ class NewRun:
                 self.config, self.processes, hooks, resume_from=self.resumed, joins=self.joins
             )
 
+    @property
+    def evaluated(self) -> Path:
+        """The folder whose checkpoint is evaluated."""
+        assert self.resumed is not None, "evaluate_only needs a folder"
+        return self.resumed
+
     def command(self, program: str, folder: Path) -> str:
         """The command that resumes the run."""
         start = f"{launch.command(self.processes)} {shlex.quote(os.path.relpath(program))}"

@@ -551,14 +551,15 @@ gossip_run.log_runtime = lambda *arguments: hooked["runtime"].append(arguments)
 gossip_run.config.update(json.loads(sys.argv[1]))
 gossip_run.config["topology"] = "star"
 gossip_run.config["algorithm"] = ["sign_choco", "uncompressed"]
-gossip_run.main()
+folder = gossip_run.main()
+assert os.listdir("output") == [folder.name]
 
 gossip_run.log_metric = default
 gossip_run.config["algorithm"] = "finite_time"
 gossip_run.config.num_steps = 4
 gossip_run.config["topology"] = "ring"
 gossip_run.output_dir = "second"
-gossip_run.main()
+assert str(gossip_run.main()) == "second"
 print(json.dumps(hooked))
 """
 
@@ -586,7 +587,7 @@ def test_a_driver_in_another_folder_replaces_hooks_and_runs_twice(tmp_path: Path
 
 
 HOOKED = """
-import sys
+import pathlib, sys
 import gossip_run
 from powergossip import network
 
@@ -597,7 +598,7 @@ def log_metric(*arguments):
     default(*arguments)
 
 gossip_run.log_metric = log_metric
-gossip_run.main(sys.argv[1:])
+assert gossip_run.main(sys.argv[1:]) == pathlib.Path(sys.argv[-1])
 """
 
 

@@ -629,13 +629,16 @@ train.config["task_architecture"] = "MLP"
 train.config["log_verbosity"] = 0
 train.config["num_epochs"] = 2
 train.config.n_workers = 4
-train.main()
+folders = [train.main()]
 
 train.log_metric = default
 train.config.num_epochs = 1
 train.config["optimizer"] = "all-reduce"
 train.output_dir = "second"
-train.main()
+folders.append(train.main())
+folders.append(train.main(["evaluate_only=true"]))
+assert [str(folder) for folder in folders[1:]] == ["second", "second"]
+assert os.listdir("output") == [folders[0].name]
 print(json.dumps(hooked))
 """
 
