@@ -56,9 +56,9 @@ print("workers after each epoch:", *rows[rows.name == "workers"].value.astype(in
 # Deaths and joins over time
 # --------------------------
 #
-# Accuracies of the workers fall for a moment whenever somebody dies or joins, since the graph and
-# the data of each change. A new worker begins with the mean of its neighbors' models, so that its
-# first accuracy is not that of an untrained one.
+# The graph and the data of the others change whenever somebody dies or joins. Training goes on. A
+# new worker begins with the mean of its neighbors' models, so that its first accuracy is not that
+# of an untrained one.
 
 LIVES = {2: [(0, 60), (140, 222)], 5: [(0, 80)], 7: [(40, 222)]}  # the others: always
 accuracy = rows[rows.name == "accuracy"]

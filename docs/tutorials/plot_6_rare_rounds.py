@@ -61,8 +61,8 @@ for name, method in METHODS.items():
 # --------------------
 #
 # By steps, the three are close. By megabytes, they are far apart: a round in ten steps saves a
-# factor of ten, the low rank another one. Bits per byte are the length of the test text if the mean
-# model compresses it.
+# factor of ten, and messages of low rank more than four. Bits per byte are the length of the test
+# text if the mean model compresses it.
 
 figure, (left, right) = plt.subplots(1, 2, figsize=(9, 4), sharey=True)
 for (name, rows), color, marker in zip(measured.items(), COLORS, "os^", strict=True):
@@ -77,8 +77,8 @@ plt.show()
 # A sample
 # --------
 #
-# The mean model of the last run continues "def ". It has learned to indent, and the names of
-# Python, but not its grammar.
+# The mean model of the last run continues "def ". After some seconds of training, it has learned to
+# indent and some fragments of Python's words.
 
 print((place / "sample.txt").read_text())
 

@@ -27,7 +27,8 @@ from powergossip.parameters import Layout
 class Aggregation(Protocol):
     """Approximates the mean gradient. The residual of each worker is part of the next step.
 
-    Gradients are without weight decay, which is added to the mean.
+    Gradients are without weight decay, which is added to the mean. A class of your own derives from
+    this one: then `step` suffices if it has no state.
 
     Attributes:
         owns_momentum: Whether it applies momentum itself (see OwnsMomentum), and the local
@@ -36,10 +37,12 @@ class Aggregation(Protocol):
     """
 
     @property
-    def owns_momentum(self) -> bool: ...
+    def owns_momentum(self) -> bool:
+        return False
 
     @property
-    def clips(self) -> bool: ...
+    def clips(self) -> bool:
+        return False
 
     def step(self, gradient: Tensor, mean: Tensor) -> Conversation:
         """Reduce gradient [worker, D] to its residual, and fill mean [worker, D], equal in all."""
@@ -47,20 +50,17 @@ class Aggregation(Protocol):
 
     def at_epoch(self, epoch: float) -> None:
         """Follow schedules. Called before each step with the fractional epoch."""
-        ...
 
     def at_learning_rate(self, *rates: float) -> None:
         """Set the learning rate of the next step: one for all tensors, or one for each, in the
         order of layout.shapes."""
-        ...
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next step depends on besides the gradient: [worker, ...]."""
-        ...
+        return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state returned by `state_dict()`."""
-        ...
 
 
 class OwnsMomentum(Aggregation, Protocol):
@@ -159,4 +159,10 @@ def make(name: str, network: Network, layout: Layout, **given: Any) -> Aggregati
     row = options.find(AGGREGATIONS, "aggregation", name)
     options.check(name, given, options.defaults(row, given, compressor=compressors.COMPRESSORS))
     aggregation: Aggregation = row(network, layout, **given)
+    for attribute in vars(Aggregation):
+        if not attribute.startswith("_") and not hasattr(aggregation, attribute):
+            raise TypeError(
+                f"{name} has no {attribute}; derive {type(aggregation).__name__} from "
+                "powergossip.algorithms.aggregation.Aggregation"
+            )
     return aggregation

@@ -85,7 +85,9 @@ class Campaign:
         try:
             return dict(json.loads(file.read_text()))
         except (OSError, ValueError) as error:
-            raise BadInput(f"{file} is damaged; remove its folder and run again") from error
+            raise BadInput(
+                f"{file} is missing or damaged; remove its folder and run again"
+            ) from error
 
     def results(self) -> dict[str, Any]:
         """What is known of each task whose runs are done."""

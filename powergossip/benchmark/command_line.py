@@ -6,12 +6,16 @@
     powergossip-benchmark run d-psgd --task fashion_mnist_sorted
     powergossip-benchmark show                      tables of all entries
     powergossip-benchmark show my_method            and the method beside each of the others
-    powergossip-benchmark check my_method.json      whether a file of results is complete
+    powergossip-benchmark check my_method.json      whether a file of results is right
 
-my_method.py registers a method and has SETTINGS, the settings to try:
+my_method.py registers a method and has SETTINGS, the settings to try: with SGD for images, and
+with AdamW for text.
 
     algorithms.AVERAGING["mine"] = Mine
-    SETTINGS = [{"optimizer": "mine", "learning_rate": rate} for rate in (0.05, 0.02, 0.1, 0.01)]
+    SETTINGS = {
+        "all": [{"optimizer": "mine", "learning_rate": rate} for rate in (0.1, 0.05, 0.2, 0.02)],
+        "text": [{"optimizer": "mine", "learning_rate": rate} for rate in (0.01, 0.003, 0.001)],
+    }
 
 Results are files NAME.json in output/benchmark, beside the folders of the runs.
 """
@@ -76,6 +80,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         raise BadInput(str(error)) from error
     if options.command in ("run", "check") and options.method is None:
         raise BadInput(f"{options.command} needs a file or the name of an entry")
+    if options.command == "list" and options.method is not None:
+        raise BadInput(f"list takes no method; use show {options.method}")
     if options.output is not None and options.command != "show":
         raise BadInput("--output is for show; use --folder for runs and results")
     return options
@@ -107,14 +113,23 @@ def _run(options: argparse.Namespace) -> None:
     from powergossip.runner.runner import carry_out
 
     entry = entries.find(options.method)
-    names = options.task or list(TASKS)
-    method = options.method
+    names, method = options.task or list(TASKS), options.method
     if Path(method).suffix:
         method = str(Path(method).resolve())
+        if options.task is None and method.endswith(".json"):
+            names = list(submissions.read(Path(method))["tiers"].get(options.tier, TASKS))
+    for name in options.task or ():
+        if name not in entry.settings:
+            raise BadInput(
+                f"{entry.name} has no settings of {name}; use {', '.join(entry.settings)}"
+            )
     campaign = Campaign(entry, method, options.tier, names, options.folder)
     own = options.folder / f"{entry.name}.json"
     if own.exists():
-        submissions.read(own)
+        try:
+            submissions.read(own)
+        except BadInput as error:
+            raise BadInput(f"{error}; move it, so that it is not overwritten") from error
     campaign.tasks = [task for task in campaign.tasks if accepts(entry, task, options.tier)]
     if not campaign.tasks:
         raise BadInput(f"{entry.name} has no settings of {', '.join(names)}")
@@ -136,21 +151,25 @@ def _run(options: argparse.Namespace) -> None:
 
 
 def accepts(entry: Entry, task: BenchmarkTask, tier: str) -> bool:
-    """Whether a task accepts the settings of an entry. Says so if it does not.
+    """Whether a task accepts the settings of an entry. Says so if it accepts none.
 
-    Raises BadInput if the task has a list of its own.
+    Raises BadInput if it accepts some of them only, or has a list of its own.
     """
     from powergossip.benchmark import program
 
-    try:
-        for setting in entry.settings[task.name][: TRIES[tier]]:
+    settings = entry.settings[task.name][: TRIES[tier]]
+    rejected = []
+    for setting in settings:
+        try:
             program.check(task, tier, setting)
-    except BadInput as error:
-        if task.name in entry.demanded:
-            raise
-        print(f"left out: {error}")
-        return False
-    return True
+        except BadInput as error:
+            rejected.append(error)
+    if not rejected:
+        return True
+    if task.name in entry.demanded or len(rejected) < len(settings):
+        raise rejected[0]
+    print(f"left out: {rejected[0]}")
+    return False
 
 
 def _show(options: argparse.Namespace) -> None:
@@ -165,7 +184,7 @@ def _show(options: argparse.Namespace) -> None:
         )
     print(page.text(found, options.tier, options.task, chosen), end="")
     if options.output is not None:
-        for path in page.write(found, options.output):
+        for path in page.write(found, options.output, options.task):
             print(f"written: {path}")
 
 
@@ -179,10 +198,15 @@ def _check(options: argparse.Namespace) -> None:
     repeated = options.folder / f"{found['name']}.json"
     if repeated.exists() and not repeated.samefile(path):
         again = submissions.read(repeated)
+    elif options.folder != OUTPUT and path.parent.resolve() != options.folder.resolve():
+        raise BadInput(f"there is no repetition {repeated}; run {path} --folder {options.folder}")
     wrong = submissions.problems(found, again)
     if wrong:
-        raise BadInput(f"{path} is not complete: {'; '.join(wrong)}")
-    print(f"{path} is complete" + (f", and agrees with {repeated}" if again else ""))
+        raise BadInput(f"{path} is wrong: {'; '.join(wrong)}")
+    tasks = [f"{len(of)} of {len(TASKS)} tasks in {tier}" for tier, of in found["tiers"].items()]
+    print(f"{path} is right: {', '.join(tasks)}")
+    if again:
+        print(f"{len(submissions.common_tasks(found, again))} of them agree with {repeated}")
 
 
 def _name(method: str | None) -> str | None:

@@ -34,6 +34,11 @@ class Line:
         return [float(run["evaluations"][-1][key]) for run in self.runs]
 
     @property
+    def megabytes_of_step(self) -> float:
+        """Megabytes that a worker sends in a step, on average."""
+        return sum(self.last("MB")) / max(1, sum(self.last("step")))
+
+    @property
     def quality(self) -> float:
         """The mean model's measure, larger is better. −∞ if a run diverged."""
         if self.diverged:
@@ -44,8 +49,8 @@ class Line:
     def to_target(self, key: str) -> list[float]:
         """The value of each run where the mean model reaches the target, ∞ if it does not.
 
-        Linear between evaluations. At most this much where it is that of the first one, see
-        `is_bound`. [] if a run diverged.
+        Linear between evaluations, but for consensus, where there are many: the first one. At most
+        this much where it is that of the first one, see `is_bound`. [] if a run diverged.
         """
         kept = [] if self.diverged else self.runs
         return [self._reached(run["evaluations"], key) for run in kept]
@@ -62,7 +67,7 @@ class Line:
         for at in evaluations:
             beyond = sign * (at["mean"] - self.target)
             if beyond >= 0:
-                if before is None:
+                if before is None or self.task.is_consensus:
                     return float(at[key])
                 missing = sign * (self.target - before["mean"])
                 part = missing / (missing + beyond)
@@ -78,14 +83,19 @@ class Line:
         return [steps * of_step for steps in self.to_target("step")]
 
 
+def same_data(task: BenchmarkTask, first: str, second: str) -> bool:
+    """Whether results with these hashes are of the same data.
+
+    Matrices of consensus always are. They are computed, so that their last bits depend on the
+    processor.
+    """
+    return task.is_consensus or first == second
+
+
 def lines(
     task: BenchmarkTask, tier: str, entries: Iterable[Mapping[str, Any]]
 ) -> tuple[list[Line], list[str]]:
-    """The lines of a task, best first, and the names of entries with another version or data.
-
-    Matrices of consensus are made here. Their last bits depend on processor and threads, and so do
-    hashes.
-    """
+    """The lines of a task, best first, and the names of entries with another version or data."""
     of_task = {
         entry["name"]: entry["tiers"][tier][task.name]
         for entry in entries
@@ -95,11 +105,7 @@ def lines(
     if not current:
         return [], list(of_task)
     ((usual, _),) = Counter(found["data"] for found in current.values()).most_common(1)
-    kept = {
-        name: found
-        for name, found in current.items()
-        if task.is_consensus or found["data"] == usual
-    }
+    kept = {name: found for name, found in current.items() if same_data(task, found["data"], usual)}
     made = [Line(name, task, task.targets[tier], found) for name, found in kept.items()]
     made.sort(key=lambda line: line.quality, reverse=True)
     return made, [name for name in of_task if name not in kept]

@@ -11,6 +11,7 @@ import hashlib
 import json
 import re
 import sys
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,7 @@ from powergossip.errors import BadInput
 from powergossip.training.config import RunKeys
 
 KEYS = set(RunKeys.__dataclass_fields__)  # of train.py, beside the options of methods
+DPSGD = "dpsgd"  # averaging without a learning rule
 ALL = "all"  # in place of the name of a task, all tasks without a list of their own
 
 
@@ -99,10 +101,19 @@ def of_source(source: str, path: Path) -> Entry:
         exec(compile(source, str(path), "exec"), module.__dict__)
     except SystemExit as error:
         raise BadInput(f"{path} ends the program; use a module without that") from error
+    except Exception as error:
+        raise BadInput(f"{_where(error, path)}: {type(error).__name__}: {error}") from error
     settings = getattr(module, "SETTINGS", None)
     if not settings:
         raise BadInput(f"{path} has no SETTINGS; use a list of settings, or one for each task")
     return _entry(str(getattr(module, "NAME", None) or path.stem), source, settings)
+
+
+def _where(error: Exception, path: Path) -> str:
+    """The file, and the line in it at which an error was raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == str(path)]
+    return f"{path}, line {lines[-1]}" if lines else str(path)
 
 
 def check_name(name: object) -> None:
@@ -157,12 +168,14 @@ def _settings(task: BenchmarkTask, given: Any, of_all: bool) -> list[Values]:
                     f"SETTINGS of {task.name}: the key {key} belongs to the task; settings have "
                     f"the keys of the method, its graph and its local optimizer"
                 )
+        if of_all and task.is_consensus and setting.get("learning", DPSGD) != DPSGD:
+            continue  # a learning rule
         kept = {k: v for k, v in setting.items() if task.accepts(k)}
         try:
             kept = json.loads(json.dumps(kept, allow_nan=False))
         except (TypeError, ValueError) as error:
             accepted = "texts, finite numbers, lists and mappings"
-            raise BadInput(f"SETTINGS of {task.name}: {error}; use {accepted}") from error
+            raise BadInput(f"SETTINGS of {task.name}: {kept}: {error}; use {accepted}") from error
         if kept not in settings:
             settings.append(kept)
     if len(settings) > TRIES[FULL]:

@@ -42,7 +42,7 @@ def cost(
     """
     found: Values = {"state": None, "cpu": None, "step_seconds": {}}
     own = values | setting
-    layout = _layout(task, own)
+    layout = layout_of(task, own)
     if task.is_virtual or run["diverged"]:
         return found
     if not task.is_consensus:
@@ -67,7 +67,7 @@ def cost(
     return found
 
 
-def _layout(task: BenchmarkTask, values: Values) -> Layout:
+def layout_of(task: BenchmarkTask, values: Values) -> Layout:
     if task.is_consensus:
         return Layout([(values["size"], values["size"])])
     built = tasks.make(

@@ -40,12 +40,12 @@ def text(entries: Entries, tier: str, tasks: Sequence[str] | None, chosen: str |
     )
 
 
-def write(entries: Entries, folder: Path) -> list[Path]:
+def write(entries: Entries, folder: Path, tasks: Sequence[str] | None = None) -> list[Path]:
     """Write benchmark.md, benchmark.html and a figure for each task and tier."""
     folder.mkdir(parents=True, exist_ok=True)
     written, sections, blocks = [], [], []
     for tier in TIERS:
-        of_tier = {task.name: lines(task, tier, entries)[0] for task in TASKS.values()}
+        of_tier = {task.name: lines(task, tier, entries)[0] for task in _of(tasks)}
         if not any(of_tier.values()):
             continue
         rows = overview(of_tier)

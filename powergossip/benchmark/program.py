@@ -26,16 +26,18 @@ from powergossip.algorithms import aggregation
 from powergossip.benchmark import data, entries, measuring
 from powergossip.benchmark.tasks import FINAL, OPTION, RESULT, TASKS, BenchmarkTask, Values
 from powergossip.errors import BadInput, Diverged
-from powergossip.network import Network, Processes
+from powergossip.network import Conversation, Network, Processes
 from powergossip.parameters import Layout
 from powergossip.runs import configuration, metrics
 from powergossip.runs.atomic_files import write_atomically
 from powergossip.topologies import Topology
 from powergossip.training.config_checks import checked
 from powergossip.training.methods import check_method
+from powergossip.trees import map_tensors
 
 DIVERGED = 1e2  # times the error at the start
 ROUNDING = 1e-10  # error, relative to the start, below which matrices agree
+PROBED = 16  # rows and columns of the matrices on which a rule is tried
 
 # Of runs that compare settings. They do not see the test data.
 HELD_OUT: Values = {
@@ -81,14 +83,61 @@ def check(task: BenchmarkTask, tier: str, setting: Values) -> None:
     own = values | setting
     try:
         topology = measuring.graph(own, 1)
-        if task.is_consensus:
-            _averaging(own, topology, 4)
-        else:
+        if own["optimizer"] in algorithms.AVERAGING:
+            probe(own, topology)
+        if not task.is_consensus:
             config = _configuration({**values, **registered(setting), **HELD_OUT})
             check_method(checked(config, Processes()), Network(topology, Processes()))
     except (ValueError, TypeError, ConfigKeyError) as error:  # BadInput is one
         reason = str(error).partition("\n")[0]
         raise BadInput(f"{task.name}: the setting {setting} is rejected: {reason}") from error
+
+
+def probe(own: Values, topology: Topology) -> None:
+    """Make some steps of an averaging rule, on small matrices.
+
+    Raises BadInput if they fail, do not change x, or let workers learn of each other in another way
+    than by messages: where all messages are replaced by zeros, a change of one worker's model must
+    not change those of the others.
+    """
+    name = own["optimizer"]
+    start = torch.randn(topology.n_workers, PROBED**2, generator=torch.Generator().manual_seed(1))
+    network, rule = _averaging(own, topology, PROBED)
+    try:
+        x = start.clone()
+        for _ in range(10):
+            network.run(rule.step(x))
+        if torch.equal(x, start):
+            raise BadInput(f"{name} does not change x; a step changes it in place")
+        others = []
+        for changed in (0.0, 1.0):
+            network, rule = _averaging(own, topology, PROBED)
+            x = start.clone()
+            x[0] += changed
+            torch.manual_seed(1)
+            for _ in range(3):
+                network.run(_with_zeros(rule.step(x)))
+            others.append(x[1:])
+    except BadInput:
+        raise
+    except Exception as error:
+        raise BadInput(f"a step of {name} fails: {type(error).__name__}: {error}") from error
+    if not torch.allclose(others[0], others[1], rtol=1e-3, atol=1e-5, equal_nan=True):
+        raise BadInput(
+            f"{name} changes a worker's model by that of another one, without a message; the rows "
+            "of x are the models of different workers"
+        )
+
+
+def _with_zeros(conversation: Conversation) -> Conversation:
+    """The conversation with zeros in all received messages."""
+    received = None
+    while True:
+        try:
+            messages = conversation.send(received)
+        except StopIteration:
+            return
+        received = map_tensors(torch.zeros_like, (yield messages))
 
 
 def _configuration(keys: Values) -> DictConfig:
@@ -188,7 +237,8 @@ def learn(
 def agree(
     task: BenchmarkTask, values: Values, setting: Values, seed: int, final: bool, folder: Path
 ) -> dict[str, Any]:
-    """Average matrices. The measure is log₁₀ of the mean squared error, relative to the start."""
+    """Average matrices, until they agree but for rounding. The measure is log₁₀ of the mean squared
+    error, relative to the start."""
     own = values | setting
     start = data.matrices(values, seed)
     network, rule = _averaging(own, measuring.graph(own, seed), values["size"])
@@ -218,11 +268,8 @@ def agree(
                 "messages": int(network.messages.max()),
             }
         )
-    if not network.bits.any() and evaluations[-1]["mean"] < math.log10(0.99):
-        raise BadInput(
-            f"{setting['optimizer']} agrees without messages; x has the models of several workers, "
-            f"which may learn of each other by messages only"
-        )
+        if error.max().item() <= ROUNDING:
+            break
     return {
         "diverged": diverged,
         "evaluations": evaluations,

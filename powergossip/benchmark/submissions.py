@@ -4,19 +4,21 @@
  "tiers": {"quick": {TASK: {"version", "data", "tried", "setting", "runs", "made", …}}}}
 """
 
+import itertools
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from powergossip.benchmark import entries
-from powergossip.benchmark.comparison import Line, pair
+from powergossip.benchmark.comparison import Line, pair, same_data
 from powergossip.benchmark.entries import Entry
 from powergossip.benchmark.tasks import QUICK, SEEDS, TASKS, TIERS, TRIES, BenchmarkTask
 from powergossip.errors import BadInput
 from powergossip.runs.atomic_files import write_atomically
 
+MEGABYTES = 0.02  # relative difference of repetitions whose messages depend on the data
 OF_LIBRARY = Path(__file__).parent / "submissions"
 
 
@@ -33,7 +35,7 @@ def save(entry: Entry, tier: str, tasks: Mapping[str, Any], folder: Path) -> tup
         if before["source"] == entry.source:
             content = before
         else:
-            kept = path.with_suffix(".json.before")
+            kept = next(p for p in _before(path) if not p.exists())
             path.replace(kept)
             note = f"{path.name} had results of other code, which are now in {kept}"
     found = {**content["tiers"].get(tier, {}), **tasks}
@@ -41,6 +43,13 @@ def save(entry: Entry, tier: str, tasks: Mapping[str, Any], folder: Path) -> tup
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(path, json.dumps(_rounded(content), allow_nan=False) + "\n")
     return path, note
+
+
+def _before(path: Path) -> Iterator[Path]:
+    """Names for earlier results: NAME.json.before, NAME.json.before2, …"""
+    yield path.with_suffix(".json.before")
+    for number in itertools.count(2):
+        yield path.with_suffix(f".json.before{number}")
 
 
 def _rounded(value: Any) -> Any:
@@ -113,13 +122,16 @@ def read_all(folders: list[Path], warn: Callable[[str], None] = print) -> list[d
 
 
 def problems(found: Mapping[str, Any], again: Mapping[str, Any] | None = None) -> list[str]:
-    """What keeps a file from being complete. [] if it is.
+    """What is wrong with a file, as sentences.
 
     Args:
         again: Results of a repetition, which may differ by noise only.
     """
     missing = []
     tiers = found["tiers"]
+    if again:
+        missing += ["the code differs"] * (found["source"] != again["source"])
+        missing += ["no task was repeated with the same data"] * (not common_tasks(found, again))
     for tier in tiers:
         if tier not in TIERS:
             missing.append(f"the tier {tier} is unknown; use {', '.join(TIERS)}")
@@ -130,14 +142,37 @@ def problems(found: Mapping[str, Any], again: Mapping[str, Any] | None = None) -
                 missing.append(f"the task {name} is unknown")
                 continue
             missing += [f"{where}: {text}" for text in _problems(TASKS[name], tier, of_task)]
-            if again and name in again["tiers"].get(tier, {}):
-                repeated = Line("", TASKS[name], 0.0, again["tiers"][tier][name])
-                verdict = pair(Line("", TASKS[name], 0.0, of_task), repeated).verdict
-                if verdict != "noise":
-                    missing.append(f"{where}: {verdict} than its repetition")
+            if again and (tier, name) in common_tasks(found, again):
+                repeated = again["tiers"][tier][name]
+                missing += [f"{where}: {t}" for t in _differing(TASKS[name], of_task, repeated)]
     if not tiers.get(QUICK):
         missing.append("the tier quick is missing")
     return missing
+
+
+def common_tasks(found: Mapping[str, Any], again: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The tiers and tasks of which both files have results, of the same data."""
+    return [
+        (tier, task)
+        for tier, tasks in found["tiers"].items()
+        for task, of_task in tasks.items()
+        if (repeated := again["tiers"].get(tier, {}).get(task))
+        if task in TASKS and same_data(TASKS[task], of_task["data"], repeated["data"])
+    ]
+
+
+def _differing(
+    task: BenchmarkTask, of_task: Mapping[str, Any], again: Mapping[str, Any]
+) -> list[str]:
+    """How results differ from their repetition by more than noise."""
+    own, repeated = Line("", task, 0.0, of_task), Line("", task, 0.0, again)
+    verdict = pair(own, repeated).verdict
+    wrong = [] if verdict == "noise" else [f"{verdict} than its repetition"]
+    if of_task["setting"] == again["setting"] and own.runs and repeated.runs:
+        then, now = own.megabytes_of_step, repeated.megabytes_of_step
+        if not math.isclose(then, now, rel_tol=MEGABYTES):
+            wrong.append(f"{then:.4g} MB a step, and {now:.4g} in its repetition")
+    return wrong
 
 
 def _problems(task: BenchmarkTask, tier: str, of_task: Mapping[str, Any]) -> list[str]:

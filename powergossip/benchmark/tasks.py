@@ -103,7 +103,7 @@ def _consensus(name: str, title: str, matrices: str) -> BenchmarkTask:
         name,
         title,
         CONSENSUS,
-        1,
+        2,
         ERROR,
         dict.fromkeys(TIERS, -3.0),
         {"n_workers": 8, "matrices": matrices, "size": 100, "topology": "ring"},

@@ -123,6 +123,12 @@ class Codec:
         for index, (fields, stream) in enumerate(zip(self._outgoing.fields, streams, strict=True)):
             v = matrices[index] if minus is None else matrices[index] - subtracted[index]
             parts = self.compressor.compress(v.float(), stream)
+            if not isinstance(parts, tuple | list) or len(parts) != len(fields):
+                found = len(parts) if isinstance(parts, tuple | list) else type(parts).__name__
+                raise TypeError(
+                    f"{type(self.compressor).__name__}.compress returned {found}; use a tuple of "
+                    f"{len(fields)} tensors, one for each of its fields"
+                )
             for field, part in zip(fields, parts, strict=True):
                 field.copy_(part)
 

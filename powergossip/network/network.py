@@ -1,7 +1,7 @@
 """The workers of this process among all workers, and their conversations."""
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -328,7 +328,10 @@ class Network:
         return Delivery(self.connection, tensor, kind is ToEach, edges, memory)
 
     def _reduction(self, tensor: Tensor) -> Reduction:
-        assert tensor.shape[0] == self.rows
+        if tensor.shape[:1] != (self.rows,):
+            raise ValueError(
+                f"Mean of a tensor {tuple(tensor.shape)}: use one of shape ({self.rows}, ...)"
+            )
         native = self.all_reduce == "native"
         return Reduction(self.connection, tensor, copies=self.copies, native=native)
 
@@ -348,6 +351,11 @@ class Exchange:
     """A conversation in progress. Its first messages are in flight once this object exists."""
 
     def __init__(self, network: Network, conversation: Conversation):
+        if not isinstance(conversation, Generator):
+            raise TypeError(
+                f"a step returned {type(conversation).__name__}; use a generator, a function that "
+                f"yields messages"
+            )
         self._network = network
         self._conversation = conversation
         self._posted: list[Transport] | None = []  # None: the conversation has ended
@@ -374,4 +382,10 @@ class Exchange:
             self._posted = None
             return
         self._several = isinstance(messages, tuple)
+        for message in messages if self._several else (messages,):
+            if not isinstance(message, Message):
+                raise TypeError(
+                    f"a step yielded {type(message).__name__}; use ToAll, ToEach, Mean or Gather, "
+                    "or a tuple of them"
+                )
         self._posted = self._network.post(messages if self._several else (messages,))

@@ -46,7 +46,10 @@ class Delivery(Transport):
         rows = len(edges.neighbors)
         axes = 2 if to_each else 1
         expected = (rows, edges.n_out)[:axes]
-        assert tensor.shape[:axes] == expected, f"message {tensor.shape}, expected {expected}, ..."
+        if tensor.shape[:axes] != expected:
+            kind, found = "ToEach" if to_each else "ToAll", tuple(tensor.shape)
+            beginning = ", ".join(map(str, expected))
+            raise ValueError(f"{kind} of a tensor {found}: use one of shape ({beginning}, ...)")
         elements = prod(tensor.shape[axes:])
         self.bits = edges.out_degrees * (elements * tensor.element_size() * 8)
         self.messages = edges.out_degrees

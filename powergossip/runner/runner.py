@@ -237,7 +237,7 @@ def carry_out(
                 return ok
 
             try:
-                outcome = _in_turn(pool, [partial(one, run) for run in left], wanted, cores)
+                outcome = in_turn(pool, [partial(one, run) for run in left], wanted, cores)
             except KeyboardInterrupt:
                 print("stopping; run again to resume", file=sys.stderr, flush=True)
                 pool.shutdown(wait=False, cancel_futures=True)
@@ -249,7 +249,7 @@ def carry_out(
     return failed
 
 
-def _in_turn(
+def in_turn(
     pool: Executor, calls: Sequence[Callable[[], bool]], wanted: Sequence[int], cores: int
 ) -> list[bool]:
     """The results of calls that hold `wanted` cores each. Raises the first exception.
@@ -355,15 +355,20 @@ class _Progress:
             self._ended += 1
             elapsed = time.perf_counter() - self._start
             left = elapsed / self._ended * (self._number - self._ended) / 60
-            state = folder.state(run)
+            state, log = folder.state(run), folder.of(run) / "log.txt"
             estimate = f"; about {left:.0f} min left for the others"
             outcome = {
                 "done": "done",
-                "failed": f"FAILED, see {folder.of(run) / 'log.txt'}",
+                "failed": f"FAILED, see {log}{_last_line(log)}",
                 "begun": "stopped",
             }[state]
             more = estimate if self._ended < self._number and state != "begun" else ""
             print(f"  {self._ended}/{self._number}  {_name(run)}: {outcome}{more}", flush=True)
+
+
+def _last_line(log: Path) -> str:
+    lines = last_output(log).split("\n") if log.exists() else []
+    return next((f": {line.strip()}" for line in reversed(lines) if line.strip()), "")
 
 
 def _name(run: Run) -> str:

@@ -75,14 +75,14 @@ class Slurm:
             if not shutil.which(tool):
                 raise BadInput(
                     f"--launcher slurm: there is no {tool} on PATH; run this on a cluster, or "
-                    "use --launcher mpirun"
+                    "use another --launcher"
                 )
         ping = subprocess.run(["scontrol", "ping"], capture_output=True, text=True)
         if "is UP" not in ping.stdout:
             answer = _first_line(ping.stdout + ping.stderr)
             raise BadInput(
                 f"--launcher slurm: Slurm's controller does not respond, `scontrol ping` prints "
-                f'"{answer}"; try again later, or use --launcher mpirun'
+                f'"{answer}"; try again later, or use another --launcher'
             )
 
     def __call__(self, job: Job) -> int:

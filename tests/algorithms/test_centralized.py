@@ -21,7 +21,7 @@ from powergossip.algorithms.power_sgd import PowerSGDConfig
 from powergossip.algorithms.sign_sgd import SignSGDAggregation, SignSGDConfig
 from powergossip.algorithms.torch_powersgd import HOOKS, DDPHook
 from powergossip.compressors import COMPRESSORS
-from powergossip.network import Network, Processes
+from powergossip.network import Conversation, Gather, Network, Processes
 from powergossip.parameters import Layout, Parameters
 from powergossip.training.config_checks import ALIASES, DEFAULTS, checked
 from powergossip.training.trainer import Trainer
@@ -387,6 +387,32 @@ def test_clipping_concerns_the_new_gradient_only() -> None:
 def test_bad_input_names_the_key(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Trainer(checked(configured(**changes), Processes()), Processes())
+
+
+def test_an_aggregation_of_ones_own_needs_a_step_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    network, layout = Network(topologies.make("ring", 2), Processes()), Layout([(1, 2)])
+
+    class Bare:
+        def __init__(self, network: Network, layout: Layout): ...
+
+        def step(self, gradient: torch.Tensor, mean: torch.Tensor) -> Conversation:
+            received = yield Gather(list(gradient))
+            mean.copy_(torch.stack(received).mean(0))
+            gradient.zero_()
+
+    class Derived(Bare, aggregations.Aggregation): ...
+
+    for row in (Bare, Derived):
+        monkeypatch.setitem(AGGREGATIONS, row.__name__, row)
+    with pytest.raises(TypeError, match=r"Bare has no .*; derive Bare from .*Aggregation"):
+        aggregations.make("Bare", network, layout)
+    made = aggregations.make("Derived", network, layout)
+    made.at_epoch(0.0)
+    made.at_learning_rate(0.1)
+    made.load_state_dict(made.state_dict())
+    g, mean = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.zeros(2, 2)
+    network.run(made.step(g, mean))
+    assert mean.tolist() == [[2.0, 3.0]] * 2
 
 
 def test_the_residual_is_whole_in_a_step_of_several_batches() -> None:

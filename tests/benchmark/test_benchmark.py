@@ -38,7 +38,7 @@ from powergossip.benchmark.campaign import Campaign, score
 from powergossip.benchmark.comparison import Line, front, lines, pair
 from powergossip.benchmark.tasks import QUICK, SEEDS, TASKS, TRIES, Values
 from powergossip.errors import BadInput
-from powergossip.network import ToAll
+from powergossip.network import Mean, ToAll
 from powergossip.parameters import Layout
 from powergossip.runner import runner
 from powergossip.runner.jobs import Job
@@ -50,7 +50,7 @@ from tests.harness.on_device import ring
 
 MINE = """
 import algorithms
-from powergossip.network import ToAll
+from powergossip.network import Mean, ToAll
 
 class Half:
     def __init__(self, network, layout, *, weight=0.5):
@@ -129,6 +129,8 @@ def test_what_an_entry_may_not_have(settings: object, sentence: str, tmp_path: P
         ("NAME = 'a b'; SETTINGS = [{'optimizer': 'dpsgd'}]", "use 1 to 60 letters"),
         ("NAME = 'a/b'; SETTINGS = [{'optimizer': 'dpsgd'}]", "use 1 to 60 letters"),
         ("NAME = 'a.json'; SETTINGS = [{'optimizer': 'dpsgd'}]", "without a suffix"),
+        ("import sys\nimport nonsense", "mine.py, line 2: ModuleNotFoundError: No module named"),
+        ("SETTINGS = [", r"mine.py: SyntaxError: '\[' was never closed \(mine.py, line 1\)"),
     ],
 )
 def test_what_a_file_may_not_do(code: str, sentence: str, tmp_path: Path) -> None:
@@ -188,6 +190,21 @@ def test_a_task_that_does_not_accept_the_settings_of_all_is_left_out(
     entry = entries.find(str(written(tmp_path, {"fashion_mnist_late": own})))
     with pytest.raises(BadInput, match="use dpsgd, power-gossip, choco with a scenario"):
         command_line.accepts(entry, tasks[0], QUICK)
+    some = [{"optimizer": "half"}, {"optimizer": "half", "learning_rate": -0.1}]
+    entry = entries.find(str(written(tmp_path, some)))
+    with pytest.raises(BadInput, match=r"learning_rate=-0\.1: use"):
+        command_line.accepts(entry, TASKS["text_same"], QUICK)
+
+
+def test_a_learning_rule_takes_no_part_in_consensus(tmp_path: Path) -> None:
+    """Without messages of its own, its agreement would be that of the averaging rule."""
+    own = [{"optimizer": "dpsgd", "learning": "gradient-tracking"}]
+    assert not {"consensus_random", "consensus_low_rank"} & set(
+        entries.find(str(written(tmp_path, own))).settings
+    )
+    both = [*own, {"optimizer": "dpsgd", "learning": "dpsgd"}]
+    found = entries.find(str(written(tmp_path, both))).settings
+    assert found["consensus_random"] == [{"optimizer": "dpsgd"}]
 
 
 def test_options_of_a_compressor_of_the_user(
@@ -327,7 +344,7 @@ def test_a_run_that_is_done_is_not_repeated(
     assert len(done) == 3 + len(SEEDS)
     tuned = campaign.folder.of(campaign.tuning(TASKS["consensus_random"])) / tasks.RESULT
     tuned.write_text("{")
-    with pytest.raises(BadInput, match="is damaged; remove its folder"):
+    with pytest.raises(BadInput, match="damaged; remove its folder"):
         campaign.results()
     equal = [{"diverged": False, "evaluations": [{"mean": -2.0}]}] * 2
     tuned.write_text(json.dumps({"runs": equal}))
@@ -383,12 +400,19 @@ def test_training_that_diverges_before_its_first_evaluation_is_a_result(
 
 
 def test_the_megabytes_of_agreement_are_those_of_the_busiest_worker_step_by_step() -> None:
-    """D-PSGD on a ring reaches 1e-3 after 13 to 14 steps of 80 kB, whatever the number of steps."""
+    """D-PSGD on a ring reaches 1e-3 after 14 steps of 80 kB, whatever the number of steps, and ends
+    when workers agree."""
     task = TASKS["consensus_random"]
     for tier in tasks.TIERS:
         found = program.agree(task, task.values_of(tier), {"optimizer": "dpsgd"}, 1, True, Path())
-        assert 1.04 < Line("", task, -3.0, {"runs": [found]}).to_target("MB")[0] < 1.12
-        assert found["evaluations"][-1]["step"] == task.values_of(tier)["steps"]
+        of_run = Line("", task, -3.0, {"runs": [found]})
+        reached = next(e for e in found["evaluations"] if e["mean"] <= -3)
+        assert of_run.to_target("step") == [reached["step"]]
+        assert of_run.to_target("MB")[0] == pytest.approx(0.08 * reached["step"])
+        assert 14 <= reached["step"] <= 15
+        last = found["evaluations"][-1]
+        assert last["worst"] == math.log10(program.ROUNDING)
+        assert last["step"] < 100
     sent, seeds = [], []
     for hub in (0, 3):
 
@@ -432,16 +456,71 @@ def test_the_error_of_agreement_is_the_distance_to_the_mean_at_the_start(
     assert after(lambda x: math.nan * x)["diverged"]
 
 
-def test_workers_that_agree_without_messages_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Silent(Half):
-        def step(self, x: Tensor) -> Any:
-            x.copy_(x.mean(0, keepdim=True).expand_as(x))
-            yield from ()
+def messages_of_zeros(x: Tensor) -> ToAll:
+    return ToAll(x[:, :1].clone())
 
-    monkeypatch.setitem(AVERAGING, "silent", Silent)
-    task = TASKS["consensus_random"]
-    with pytest.raises(BadInput, match="silent agrees without messages"):
-        program.agree(task, task.values_of(QUICK), {"optimizer": "silent"}, 1, True, Path())
+
+def to_the_mean(x: Tensor) -> Any:
+    yield messages_of_zeros(x)
+    x.copy_(x.mean(0, keepdim=True).expand_as(x))
+
+
+def to_a_neighbor(x: Tensor) -> Any:
+    yield messages_of_zeros(x)
+    x.lerp_(x.roll(1, 0), 0.3)
+
+
+def to_a_tensor(x: Tensor) -> Any:
+    yield x
+
+
+def to_one_message(x: Tensor) -> Any:
+    yield ToAll(x[0])
+
+
+def to_one_mean(x: Tensor) -> Any:
+    yield Mean(x[0])
+
+
+def with_an_error(x: Tensor) -> Any:
+    yield ToAll(x)
+    raise KeyError("nothing")
+
+
+def to_something_else(x: Tensor) -> Any:
+    received = yield ToAll(x)
+    x = received.mean(1)
+
+
+@pytest.mark.parametrize(
+    ("step", "sentence"),
+    [
+        (to_the_mean, "changes a worker's model by that of another one, without a message"),
+        (to_a_neighbor, "changes a worker's model by that of another one, without a message"),
+        (to_something_else, "does not change x; a step changes it in place"),
+        (to_a_tensor, "yielded Tensor; use ToAll, ToEach, Mean or Gather"),
+        (to_one_message, r"ToAll of a tensor \(256,\): use one of shape \(8, ...\)"),
+        (to_one_mean, r"Mean of a tensor \(256,\): use one of shape \(8, ...\)"),
+        (lambda x: None, "returned NoneType; use a generator"),
+        (with_an_error, "a step of mine fails: KeyError: 'nothing'"),
+    ],
+)
+@pytest.mark.parametrize("task", ["consensus_random", "text_same"])
+def test_rules_that_no_network_could_carry_out_are_rejected(
+    step: Callable[[Tensor], Any], sentence: str, task: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Mine(Half):
+        def step(self, x: Tensor) -> Any:
+            return step(x)
+
+    monkeypatch.setitem(AVERAGING, "mine", Mine)
+    with pytest.raises(BadInput, match=sentence):
+        program.check(TASKS[task], QUICK, {"optimizer": "mine"})
+
+
+@pytest.mark.parametrize("name", AVERAGING)
+def test_workers_learn_of_each_other_by_messages_only(name: str) -> None:
+    program.probe({"optimizer": name}, topologies.make("ring", 8))
 
 
 @pytest.mark.parametrize(
@@ -490,10 +569,10 @@ def test_the_cost_of_a_step_is_that_of_the_run(
     found = measuring.cost(task, values, setting, {"seed": 1, **run}, tmp_path)
     last = run["evaluations"][-1]
     assert bytes_sent == pytest.approx([1e6 * last["MB"] / last["step"]] * 3, rel=1e-6)
-    model = 4 * measuring._layout(task, values).size
+    model = 4 * measuring.layout_of(task, values).size
     interval = setting.get("local_steps", 1)
     assert found["cpu"] == pytest.approx((4e-3 + degree * 1e-3) / interval)
-    if sent:
+    if sent is not None and kept is not None:
         assert bytes_sent[0] == pytest.approx(sent * model)
         assert found["state"] == kept * model
 
@@ -552,8 +631,8 @@ def test_a_task_that_changes_has_another_version() -> None:
         text = json.dumps([*of_all, task.values, task.tiers], sort_keys=True)
         found[task.name] = (task.version, hashlib.sha256(text.encode()).hexdigest()[:8])
     assert found == {
-        "consensus_random": (1, "d974447b"),
-        "consensus_low_rank": (1, "b53b3af7"),
+        "consensus_random": (2, "d974447b"),
+        "consensus_low_rank": (2, "b53b3af7"),
         "fashion_mnist_same": (1, "d6a92d18"),
         "fashion_mnist_sorted": (1, "98c3e05e"),
         "fashion_mnist_dirichlet": (1, "19c7986e"),
@@ -593,8 +672,8 @@ def result(
     }
 
 
-def entry_of(name: str, found: dict[str, Any]) -> dict[str, Any]:
-    tiers = {QUICK: {"fashion_mnist_same": found}}
+def entry_of(name: str, found: dict[str, Any], task: str = "fashion_mnist_same") -> dict[str, Any]:
+    tiers = {QUICK: {task: found}}
     return {"name": name, "source": "", "tiers": tiers}
 
 
@@ -671,8 +750,7 @@ def test_only_results_of_the_same_data_and_version_are_compared() -> None:
     assert [line.name for line in found] == ["b", "a", "diverged"]
     assert others == ["other data", "other version"]
     of_matrices = [  # whose last bits differ between processors
-        {**entry_of(name, {}), "tiers": {QUICK: {"consensus_random": result(-3.0, data=name)}}}
-        for name in "ab"
+        entry_of(name, result(-3.0, data=name, version=2), "consensus_random") for name in "ab"
     ]
     assert len(lines(TASKS["consensus_random"], QUICK, of_matrices)[0]) == 2
     shown = page.table(found)
@@ -786,7 +864,14 @@ def test_results_in_two_folders(tmp_path: Path, capsys: pytest.CaptureFixture[st
     other = entries.Entry("a", "other source", {})
     path, note = submissions.save(other, QUICK, {"text_same": result(0.1)}, folders[1])
     assert "results of other code" in note
-    assert submissions.read(path.with_suffix(".json.before"))["source"] == "source"
+    submissions.save(dataclasses.replace(other, source="third"), QUICK, {}, folders[1])
+    submissions.save(other, QUICK, {"text_same": result(0.1)}, folders[1])
+    for suffix, source in [
+        (".before", "source"),
+        (".before2", "other source"),
+        (".before3", "third"),
+    ]:
+        assert submissions.read(Path(f"{path}{suffix}"))["source"] == source
     (found,) = submissions.read_all(folders)
     assert found["source"] == "other source"
     assert list(found["tiers"][QUICK]) == ["text_same"]
@@ -802,6 +887,13 @@ def test_what_check_finds() -> None:
     assert submissions.problems(entry, worse) == [
         "fashion_mnist_same, quick: better than its repetition"
     ]
+    fewer = entry_of("a", {**good, "runs": result(0.5, 0.6, 0.7, mb=9.0)["runs"]})
+    assert submissions.problems(entry, fewer) == [
+        "fashion_mnist_same, quick: 0.5 MB a step, and 0.45 in its repetition"
+    ]
+    assert submissions.problems(entry, {**entry, "source": "other"}) == ["the code differs"]
+    of_other_data = entry_of("a", {**worse["tiers"][QUICK]["fashion_mnist_same"], "data": "other"})
+    assert submissions.problems(entry, of_other_data) == ["no task was repeated with the same data"]
     for changed, sentence in [
         ({"setting": {"a": 1}}, "not the best one"),
         ({"runs": result(0.5, 0.6)["runs"]}, "the seeds are not 1, 2, 3"),
@@ -846,6 +938,8 @@ def test_a_file_is_checked_against_its_repetition(tmp_path: Path) -> None:
     command_line.main(["check", f"{first}/a.json", "--folder", first])
     with pytest.raises(BadInput, match="worse than its repetition"):
         command_line.main(["check", f"{first}/a.json", "--folder", again])
+    with pytest.raises(BadInput, match="there is no repetition"):
+        command_line.main(["check", f"{first}/a.json", "--folder", str(tmp_path / "third")])
 
 
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 5)), min_size=1, max_size=8))
@@ -891,7 +985,13 @@ def test_a_user_runs_a_method_of_their_own(tmp_path: Path) -> None:
     assert "<td>mine</td>" in document
     assert not re.search(r"(src|href)=.?http|url\(.?http|import .?http", document)
     checked = powergossip_benchmark("check", "output/benchmark/mine.json", cwd=tmp_path)
-    assert checked.stdout == "output/benchmark/mine.json is complete\n"
+    assert checked.stdout == "output/benchmark/mine.json is right: 1 of 9 tasks in quick\n"
+    arguments = ("output/benchmark/mine.json", "--folder", "again")
+    ran = powergossip_benchmark("run", *arguments, cwd=tmp_path)
+    assert ran.stdout.count("task=consensus_random") == 2  # tuning and comparison
+    assert ran.stdout.count("task=") == 2, "only the tasks of the file"
+    checked = powergossip_benchmark("check", *arguments, cwd=tmp_path)
+    assert checked.stdout.endswith("1 of them agree with again/mine.json\n")
 
 
 def test_a_task_that_fails_leaves_the_others_their_results(
@@ -910,7 +1010,7 @@ def test_a_task_that_fails_leaves_the_others_their_results(
 
         def __call__(self, job: Job) -> int:
             jobs.append(job)
-            job.log.touch()
+            job.log.write_text("$ command\nsomething\nerror: that is why\n")
             if "task=text_same" in job.command:
                 return 1
             program.main(job.command[4:])
@@ -918,13 +1018,13 @@ def test_a_task_that_fails_leaves_the_others_their_results(
 
     monkeypatch.setattr(runner, "LAUNCHERS", {"slurm": Launcher})
     held: list[int] = []
-    in_turn = runner._in_turn
+    in_turn = runner.in_turn
 
     def noted(*arguments: Any) -> list[bool]:
         held.append(arguments[-1])
         return in_turn(*arguments)
 
-    monkeypatch.setattr(runner, "_in_turn", noted)
+    monkeypatch.setattr(runner, "in_turn", noted)
     place = tmp_path / "a: b #1"  # no YAML
     place.mkdir()
     path = written(place, [{"optimizer": "half"}])
@@ -935,7 +1035,9 @@ def test_a_task_that_fails_leaves_the_others_their_results(
     assert ended.value.code == 1
     assert all("tier=full" in job.command for job in jobs)
     assert held == [3, 3]  # both stages
-    assert "log.txt" in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert "log.txt: error: that is why" in said.out
+    assert "log.txt" in said.err
     tiers = submissions.read(place / "mine.json")["tiers"]
     assert {tier: list(of) for tier, of in tiers.items()} == {"full": ["consensus_random"]}
     with pytest.raises(SystemExit):
@@ -955,6 +1057,7 @@ def test_a_task_that_fails_leaves_the_others_their_results(
         (["run", "a2cid2", "--task", "text_same"], "a2cid2 has no settings of text_same"),
         (["show", "nobody"], 'no results of "nobody"'),
         (["list", "--output", "x"], "--output is for show"),
+        (["list", "d-psgd"], "use show d-psgd"),
         (["check", "nobody"], "cannot be read"),
         (["check", "own.json"], "no file of results"),
         (["show", "--output", "own.json"], "own.json: File exists"),

@@ -612,3 +612,24 @@ def test_packed_bytes_are_one_string_of_bits(bits: int, numbers: list[int]) -> N
     string = sum(number << bits * j for j, number in enumerate(numbers))
     expected = string.to_bytes(packed_size(len(numbers), bits), "little")
     assert bytes(pack(torch.tensor(numbers, dtype=torch.uint8), bits).tolist()) == expected
+
+
+def test_what_a_compressor_of_ones_own_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Bare:
+        def compress(self, v: Tensor, stream: object) -> Tensor:
+            return v.flatten(-2)
+
+    class WithFields(Bare):
+        def fields(self, rows: int, columns: int) -> tuple[compressors.Field, ...]:
+            return (compressors.Field(torch.float32, rows * columns),)
+
+        def decompress(self, fields: object, out: Tensor, stream: object) -> None: ...
+
+    monkeypatch.setitem(compressors.COMPRESSORS, "bare", Bare)
+    with pytest.raises(TypeError, match="compressor bare has no method fields"):
+        compressors.make("bare")
+    monkeypatch.setitem(compressors.COMPRESSORS, "bare", WithFields)
+    layout = Layout([(2, 3)])
+    codec = compressors.Codec(layout, compressors.make("bare"), range(2))
+    with pytest.raises(TypeError, match="compress returned Tensor; use a tuple of 1 tensors"):
+        codec.encode(torch.zeros(2, 6), 0)
