@@ -56,6 +56,11 @@ def _learning(rule: str, optimizer: str = "dpsgd", *, late: bool = True, **more:
     return _method(optimizer, consensus=(), late=late, learning=rule, **more)
 
 
+def _bounds(*bounds: float) -> list[Values]:
+    """Bounds θ on the differences of matrices, for Moniqua."""
+    return [{"optimizer": "moniqua", "optimizer_theta": theta} for theta in bounds]
+
+
 def _gradients(optimizer: str, **more: Any) -> Settings:
     """Compressed gradients: workers always agree, and wait for each other."""
     return _method(optimizer, consensus=(), late=False, **more)
@@ -90,7 +95,11 @@ ENTRIES: dict[str, Settings] = {
     "choco-qsgd": _compressed("choco", optimizer_compressor="qsgd"),
     "deepsqueeze-sign": _compressed("deepsqueeze", optimizer_compressor="sign-and-norm"),
     "deepsqueeze-top-k": _compressed("deepsqueeze", optimizer_compressor="top-k"),
-    "moniqua": _method("moniqua", late=False),
+    "moniqua": {
+        **_method("moniqua", consensus=(), late=False),
+        "consensus_random": _bounds(2.0, 3.0, 1.0, 4.0, 1.5, 6.0, 0.5, 8.0),
+        "consensus_low_rank": _bounds(0.05, 0.1, 0.02, 0.2, 0.03, 0.01, 0.5, 1.0),
+    },
     "push-sum": _method("push-sum"),
     "sparta": _method("sparta", late=False),
     "quasi-global-momentum": _learning("quasi-global-momentum"),

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from powergossip import formatting
+from powergossip.benchmark import library
 from powergossip.benchmark.comparison import Line, front, lines, pair
 from powergossip.benchmark.tasks import RATES, TASKS, TIERS, BenchmarkTask
 from powergossip.compare.page import POLICY, STYLE
@@ -144,7 +145,8 @@ def draw(found: Sequence[Line], path: Path) -> bool:
         return False
     best = [line.name for line in front(kept, cost) if line.name in points]
     measure = found[0].task.measure.title
-    figures.scatter(points, path, "megabytes sent by the busiest worker", measure, front=best)
+    across, names = "megabytes sent by the busiest worker", list(library.ENTRIES)
+    figures.scatter(points, path, across, measure, front=best, names=names)
     return True
 
 

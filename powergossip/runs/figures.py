@@ -196,11 +196,13 @@ def scatter(
     y: str,
     log_y: bool = False,
     front: Sequence[str] = (),
+    names: Sequence[str] = (),
 ) -> None:
     """Draw {label: (x, ys)}: the mean of ys as a point, and a bar from the smallest to the largest.
 
     The horizontal axis is logarithmic, the vertical one with `log_y`. x and y are the labels of the
-    axes. A line connects the points of `front`.
+    axes. A line connects the points of `front`. Labels in `names` have the color and the marker of
+    their position there, in all figures.
 
     Raises:
         ValueError: If there is nothing to draw.
@@ -210,8 +212,9 @@ def scatter(
         means = {label: sum(reached) / len(reached) for label, (_, reached) in points.items()}
         along = [points[label][0] for label in front], [means[label] for label in front]
         axes.plot(*along, color="#7F7F7F", linewidth=1, zorder=0)
-        for i, (label, (at, reached)) in enumerate(points.items()):
-            mean = means[label]
+        order = list(dict.fromkeys((*names, *points)))
+        for label, (at, reached) in points.items():
+            i, mean = order.index(label), means[label]
             axes.errorbar(
                 at,
                 mean,

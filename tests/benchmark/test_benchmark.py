@@ -815,6 +815,7 @@ def test_a_figure_has_the_means_of_entries_that_did_not_diverge(
     ((points, more),) = drawn
     assert points == {"a": (2.0, [80.0, 90.0]), "dear": (10.0, [70.0, 70.0])}
     assert more["front"] == ["a"]
+    assert more["names"][:2] == ["all-reduce", "d-psgd"], "colors of the library's entries"
     assert not page.draw([line(1.0, diverged=[1])], tmp_path)
 
 
