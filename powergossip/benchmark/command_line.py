@@ -13,7 +13,7 @@ with AdamW for text.
 
     algorithms.AVERAGING["mine"] = Mine
     SETTINGS = {
-        "all": [{"optimizer": "mine", "learning_rate": rate} for rate in (0.1, 0.05, 0.2, 0.02)],
+        "all": [{"optimizer": "mine", "learning_rate": rate} for rate in (0.05, 0.1, 0.02, 0.01)],
         "text": [{"optimizer": "mine", "learning_rate": rate} for rate in (0.01, 0.003, 0.001)],
     }
 
