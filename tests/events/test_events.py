@@ -320,6 +320,42 @@ def test_a_clock_resumes_in_the_middle_with_the_same_bits(name, gossip):
     assert torch.equal(x, y)
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"speeds": {1: 0.4}},
+        {"stops": [{"worker": 1, "at": 0.5, "seconds": 1.3}, {"worker": 2, "at": 1, "seconds": 2}]},
+        {"deaths": [{"worker": 2, "at": 1.5}], "speeds": {1: 0.4}},
+    ],
+    ids=["alike", "slow", "stops", "death"],
+)
+def test_a_clock_resumes_after_each_event(values):
+    """Also between events at the same time, such as the resumptions of workers that waited."""
+
+    def clock_of(x):
+        return averaging_clock(x, "ring", "plain", "synchronous", values=values)
+
+    x = start(5, torch.float32, shapes=[(2,)])
+    clock = clock_of(x)
+    states, xs, order = [], [], []
+    for _ in range(110):
+        states.append(copy.deepcopy(clock.state_dict()))
+        xs.append(x.clone())
+        order.append(clock.now)
+        clock.advance()
+    y = x.clone()
+    for i, state in enumerate(states[:-30]):
+        y.copy_(xs[0])
+        resumed = clock_of(y)
+        y.copy_(xs[i])
+        resumed.load_state_dict(state)
+        for _ in range(29):
+            resumed.advance()
+        assert torch.equal(y, xs[i + 29]), f"event {i}"
+        assert resumed.now == order[i + 29]
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["plain", "power", "top-k"])
 def test_losses_at_both_ends_are_exact_and_at_one_end_biased(name):
