@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Any
 
-from powergossip.benchmark.tasks import CONSENSUS, FASHION_MNIST, TEXT, Values
+from powergossip.benchmark.tasks import CONSENSUS, FASHION_MNIST, OF_GRAPH, TEXT, Values
 
 Settings = Mapping[str, Sequence[Values]]
 
@@ -33,7 +33,8 @@ def _method(
         late: Whether the method has exchanges that may be late or lost.
     """
     values: Values = {"optimizer": optimizer, **more}
-    own = {key: value for key, value in values.items() if key.startswith("optimizer")}
+    of_method = [key for key in values if key.startswith("optimizer") or key in OF_GRAPH]
+    own = {key: values[key] for key in of_method}
     settings = {
         CONSENSUS: [own] if consensus is None else consensus,
         FASHION_MNIST: _rates(values, _OF_SGD),
