@@ -85,9 +85,10 @@ class Half:
 
 @pytest.fixture(autouse=True)
 def _registry() -> Iterator[None]:
-    """Rows that entries add are gone after a test."""
-    before = dict(AVERAGING)
+    """Rows that entries add are gone after a test, and so is the configuration of their runs."""
+    before, config = dict(AVERAGING), train.config
     yield
+    train.config = config
     AVERAGING.clear()
     AVERAGING.update(before)
 
