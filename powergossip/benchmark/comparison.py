@@ -127,7 +127,7 @@ class Pair:
 
 
 def pair(first: Line, second: Line) -> Pair:
-    """Compare two lines of a task."""
+    """Compare two lines of a task. A diverged run is worse than any other."""
     if first.diverged or second.diverged:
         verdict = (
             "noise"
@@ -135,6 +135,18 @@ def pair(first: Line, second: Line) -> Pair:
             else ("worse" if first.diverged else "better")
         )
         return Pair(math.nan, math.nan, verdict)
+    mean, margin = difference(first, second)
+    if not abs(mean) > margin:
+        return Pair(mean, margin, "noise")
+    gain = mean if first.task.measure.larger_is_better else -mean
+    return Pair(mean, margin, "better" if gain > 0 else "worse")
+
+
+def difference(first: Line, second: Line, level: float = LEVEL) -> tuple[float, float]:
+    """The mean of first − second over the seeds of which neither run diverged.
+
+    Returns it, and half of its interval. The interval of less than two seeds has no ends.
+    """
     from scipy.stats import t
 
     of_second = {run["seed"]: run["evaluations"][-1]["mean"] for run in second.runs}
@@ -146,13 +158,9 @@ def pair(first: Line, second: Line) -> Pair:
     n = len(differences)
     mean = sum(differences) / n if n else math.nan
     if n < 2:
-        return Pair(mean, math.inf, "noise")
+        return mean, math.inf
     deviation = math.sqrt(sum((d - mean) ** 2 for d in differences) / (n - 1))
-    margin = float(t.ppf(0.5 + LEVEL / 2, n - 1)) * deviation / math.sqrt(n)
-    if abs(mean) <= margin:
-        return Pair(mean, margin, "noise")
-    gain = mean if first.task.measure.larger_is_better else -mean
-    return Pair(mean, margin, "better" if gain > 0 else "worse")
+    return mean, float(t.ppf(0.5 + level / 2, n - 1)) * deviation / math.sqrt(n)
 
 
 def front(lines: Sequence[Line], cost: Mapping[str, float]) -> list[Line]:

@@ -24,20 +24,18 @@ import train
 from powergossip import algorithms, compressors, options
 from powergossip.algorithms import aggregation
 from powergossip.benchmark import data, entries, measuring
+from powergossip.benchmark.entries import DPSGD
+from powergossip.benchmark.probe import averaging, probe, probe_learning
 from powergossip.benchmark.tasks import FINAL, OPTION, RESULT, TASKS, BenchmarkTask, Values
 from powergossip.errors import BadInput, Diverged
-from powergossip.network import Conversation, Network, Processes
-from powergossip.parameters import Layout
+from powergossip.network import Network, Processes
 from powergossip.runs import configuration, metrics
 from powergossip.runs.atomic_files import write_atomically
-from powergossip.topologies import Topology
 from powergossip.training.config_checks import checked
 from powergossip.training.methods import check_method
-from powergossip.trees import map_tensors
 
 DIVERGED = 1e2  # times the error at the start
 ROUNDING = 1e-10  # error, relative to the start, below which matrices agree
-PROBED = 16  # rows and columns of the matrices on which a rule is tried
 
 # Of runs that compare settings. They do not see the test data.
 HELD_OUT: Values = {
@@ -83,61 +81,17 @@ def check(task: BenchmarkTask, tier: str, setting: Values) -> None:
     own = values | setting
     try:
         topology = measuring.graph(own, 1)
-        if own["optimizer"] in algorithms.AVERAGING:
-            probe(own, topology)
+        probe(own, topology)
         if not task.is_consensus:
-            config = _configuration({**values, **registered(setting), **HELD_OUT})
-            check_method(checked(config, Processes()), Network(topology, Processes()))
+            config = checked(
+                _configuration({**values, **registered(setting), **HELD_OUT}), Processes()
+            )
+            check_method(config, Network(topology, Processes()))
+            if config.learning != DPSGD:
+                probe_learning(config, topology)
     except (ValueError, TypeError, ConfigKeyError) as error:  # BadInput is one
         reason = str(error).partition("\n")[0]
         raise BadInput(f"{task.name}: the setting {setting} is rejected: {reason}") from error
-
-
-def probe(own: Values, topology: Topology) -> None:
-    """Make some steps of an averaging rule, on small matrices.
-
-    Raises BadInput if they fail, do not change x, or let workers learn of each other in another way
-    than by messages: where all messages are replaced by zeros, a change of one worker's model must
-    not change those of the others.
-    """
-    name = own["optimizer"]
-    start = torch.randn(topology.n_workers, PROBED**2, generator=torch.Generator().manual_seed(1))
-    network, rule = _averaging(own, topology, PROBED)
-    try:
-        x = start.clone()
-        for _ in range(10):
-            network.run(rule.step(x))
-        if torch.equal(x, start):
-            raise BadInput(f"{name} does not change x; a step changes it in place")
-        others = []
-        for changed in (0.0, 1.0):
-            network, rule = _averaging(own, topology, PROBED)
-            x = start.clone()
-            x[0] += changed
-            torch.manual_seed(1)
-            for _ in range(3):
-                network.run(_with_zeros(rule.step(x)))
-            others.append(x[1:])
-    except BadInput:
-        raise
-    except Exception as error:
-        raise BadInput(f"a step of {name} fails: {type(error).__name__}: {error}") from error
-    if not torch.allclose(others[0], others[1], rtol=1e-3, atol=1e-5, equal_nan=True):
-        raise BadInput(
-            f"{name} changes a worker's model by that of another one, without a message; the rows "
-            "of x are the models of different workers"
-        )
-
-
-def _with_zeros(conversation: Conversation) -> Conversation:
-    """The conversation with zeros in all received messages."""
-    received = None
-    while True:
-        try:
-            messages = conversation.send(received)
-        except StopIteration:
-            return
-        received = map_tensors(torch.zeros_like, (yield messages))
 
 
 def _configuration(keys: Values) -> DictConfig:
@@ -146,13 +100,6 @@ def _configuration(keys: Values) -> DictConfig:
     for key, value in keys.items():
         config[key] = value
     return config
-
-
-def _averaging(own: Values, topology: Topology, size: int) -> tuple[Network, algorithms.Averaging]:
-    """A network, and the averaging rule of a setting with square matrices."""
-    network, layout = Network(topology, Processes()), Layout([(size, size)])
-    options = {k.removeprefix(OPTION): v for k, v in own.items() if k.startswith(OPTION)}
-    return network, algorithms.make(own["optimizer"], network, layout, **options)
 
 
 def registered(setting: Values) -> Values:
@@ -241,7 +188,8 @@ def agree(
     error, relative to the start."""
     own = values | setting
     start = data.matrices(values, seed)
-    network, rule = _averaging(own, measuring.graph(own, seed), values["size"])
+    network = Network(measuring.graph(own, seed), Processes())
+    rule = averaging(own, network, values["size"])
     x = start.flatten(1).clone()
     mean = x.double().mean(0)
 

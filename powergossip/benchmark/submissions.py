@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from powergossip.benchmark import entries
-from powergossip.benchmark.comparison import Line, pair, same_data
+from powergossip.benchmark.comparison import LEVEL, Line, difference, same_data
 from powergossip.benchmark.entries import Entry
 from powergossip.benchmark.tasks import QUICK, SEEDS, TASKS, TIERS, TRIES, BenchmarkTask
 from powergossip.errors import BadInput
@@ -128,10 +128,10 @@ def problems(found: Mapping[str, Any], again: Mapping[str, Any] | None = None) -
         again: Results of a repetition, which may differ by noise only.
     """
     missing = []
-    tiers = found["tiers"]
+    tiers, repeated = found["tiers"], common_tasks(found, again) if again else []
     if again:
         missing += ["the code differs"] * (found["source"] != again["source"])
-        missing += ["no task was repeated with the same data"] * (not common_tasks(found, again))
+        missing += ["no task was repeated with the same data"] * (not repeated)
     for tier in tiers:
         if tier not in TIERS:
             missing.append(f"the tier {tier} is unknown; use {', '.join(TIERS)}")
@@ -142,9 +142,10 @@ def problems(found: Mapping[str, Any], again: Mapping[str, Any] | None = None) -
                 missing.append(f"the task {name} is unknown")
                 continue
             missing += [f"{where}: {text}" for text in _problems(TASKS[name], tier, of_task)]
-            if again and (tier, name) in common_tasks(found, again):
-                repeated = again["tiers"][tier][name]
-                missing += [f"{where}: {t}" for t in _differing(TASKS[name], of_task, repeated)]
+            if again and (tier, name) in repeated:
+                pair = of_task, again["tiers"][tier][name]
+                level = 1 - (1 - LEVEL) / len(repeated)  # of all tasks together: LEVEL
+                missing += [f"{where}: {t}" for t in _differing(TASKS[name], *pair, level)]
     if not tiers.get(QUICK):
         missing.append("the tier quick is missing")
     return missing
@@ -162,12 +163,18 @@ def common_tasks(found: Mapping[str, Any], again: Mapping[str, Any]) -> list[tup
 
 
 def _differing(
-    task: BenchmarkTask, of_task: Mapping[str, Any], again: Mapping[str, Any]
+    task: BenchmarkTask, of_task: Mapping[str, Any], again: Mapping[str, Any], level: float
 ) -> list[str]:
-    """How results differ from their repetition by more than noise."""
+    """How results differ from their repetition by more than rounding and noise."""
     own, repeated = Line("", task, 0.0, of_task), Line("", task, 0.0, again)
-    verdict = pair(own, repeated).verdict
-    wrong = [] if verdict == "noise" else [f"{verdict} than its repetition"]
+    measure, wrong = task.measure, []
+    mean, margin = difference(own, repeated, level)
+    if abs(mean) > max(margin, measure.tolerance):
+        by = f"{measure.factor * abs(mean):.{measure.places}f}"
+        better = (mean > 0) == measure.larger_is_better
+        wrong.append(f"{'better' if better else 'worse'} than its repetition by {by}")
+    if abs(own.diverged - repeated.diverged) > 1:
+        wrong.append(f"{own.diverged} runs diverged, and {repeated.diverged} of its repetition")
     if of_task["setting"] == again["setting"] and own.runs and repeated.runs:
         then, now = own.megabytes_of_step, repeated.megabytes_of_step
         if not math.isclose(then, now, rel_tol=MEGABYTES):

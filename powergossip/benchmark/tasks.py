@@ -37,19 +37,21 @@ class Measure:
     """A measure of a model.
 
     Attributes:
+        tolerance: Difference of a repetition that is none.
         factor: Factor of the numbers that are shown.
     """
 
     name: str
     title: str
     larger_is_better: bool
+    tolerance: float
     factor: float = 1.0
     places: int = 3
 
 
-ACCURACY = Measure("accuracy", "accuracy, %", True, 100.0, 2)
-BITS_PER_BYTE = Measure("bits_per_byte", "bits per byte", False)
-ERROR = Measure("error", "log₁₀ of the relative error", False, places=2)
+ACCURACY = Measure("accuracy", "accuracy, %", True, 0.01, 100.0, 2)
+BITS_PER_BYTE = Measure("bits_per_byte", "bits per byte", False, 0.02)
+ERROR = Measure("error", "log₁₀ of the relative error", False, 0.2, places=2)
 
 
 @dataclass(frozen=True)

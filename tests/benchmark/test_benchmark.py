@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch import Tensor
 import train
 from powergossip import algorithms, compressors, topologies
 from powergossip.algorithms import AVERAGING
+from powergossip.algorithms.learning import LEARNING, GossipRule, Gradient, Mix, Update
 from powergossip.benchmark import (
     command_line,
     comparison,
@@ -36,6 +38,7 @@ from powergossip.benchmark import (
 )
 from powergossip.benchmark.campaign import Campaign, score
 from powergossip.benchmark.comparison import Line, front, lines, pair
+from powergossip.benchmark.probe import probe
 from powergossip.benchmark.tasks import QUICK, SEEDS, TASKS, TRIES, Values
 from powergossip.errors import BadInput
 from powergossip.network import Mean, ToAll
@@ -521,7 +524,29 @@ def test_rules_that_no_network_could_carry_out_are_rejected(
 
 @pytest.mark.parametrize("name", AVERAGING)
 def test_workers_learn_of_each_other_by_messages_only(name: str) -> None:
-    program.probe({"optimizer": name}, topologies.make("ring", 8))
+    probe({"optimizer": name}, topologies.make("ring", 8))
+
+
+@pytest.mark.parametrize("secret", [False, True])
+def test_a_learning_rule_gets_gradients_of_others_by_messages_only(
+    secret: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Mine(GossipRule):
+        def __init__(self, workers: Any) -> None:
+            super().__init__(workers)
+            self._averaging = self._make(self._layout)
+
+        def step(self) -> Any:
+            g = yield Gradient()
+            if secret:
+                g.lerp_(g.roll(1, 0), 0.1)
+            self._x.add_((yield Update(g)))
+            yield Mix(self._averaging.step(self._x))
+
+    monkeypatch.setitem(LEARNING, "mine", Mine)
+    setting = {"optimizer": "power-gossip", "learning": "mine"}
+    with pytest.raises(BadInput, match="mine changes a worker") if secret else nullcontext():
+        program.check(TASKS["text_same"], QUICK, setting)
 
 
 @pytest.mark.parametrize(
@@ -887,7 +912,7 @@ def test_what_check_finds() -> None:
     assert submissions.problems(entry, entry) == []
     worse = entry_of("a", {**good, "runs": result(0.1, 0.2, 0.3)["runs"]})
     assert submissions.problems(entry, worse) == [
-        "fashion_mnist_same, quick: better than its repetition"
+        "fashion_mnist_same, quick: better than its repetition by 40.00"
     ]
     fewer = entry_of("a", {**good, "runs": result(0.5, 0.6, 0.7, mb=9.0)["runs"]})
     assert submissions.problems(entry, fewer) == [
@@ -905,6 +930,58 @@ def test_what_check_finds() -> None:
     ]:
         (found, *_) = submissions.problems(entry_of("a", {**good, **changed}))
         assert sentence in found
+
+
+def differing(
+    found: dict[str, Any], again: dict[str, Any], task: str = "fashion_mnist_same"
+) -> list[str]:
+    """What a check says of results and their repetition."""
+    both = entry_of("a", found, task), entry_of("a", again, task)
+    version = {"version": TASKS[task].version}
+    for entry in both:
+        entry["tiers"][QUICK][task].update(version)
+    said = submissions.problems(*both)
+    return [sentence.removeprefix(f"{task}, quick: ") for sentence in said]
+
+
+def test_a_repetition_differs_by_rounding_and_noise() -> None:
+    good = result(0.5, 0.6, 0.7, tried=[{"setting": {}, "score": 0.5}])
+
+    def again(*means: float, **more: Any) -> dict[str, Any]:
+        return {**good, "runs": result(*means, **more)["runs"]}
+
+    assert differing(good, again(0.491, 0.591, 0.691)) == []  # equal differences, but small ones
+    assert differing(good, again(0.48, 0.58, 0.68)) == ["better than its repetition by 2.00"]
+    assert differing(good, again(0.52, 0.62, 0.72)) == ["worse than its repetition by 2.00"]
+    assert differing(good, again(0.4, 0.55, 0.69)) == []  # large differences, but noisy ones
+    assert differing(good, again(0.5, 0.6, 0.1, diverged=[3])) == []
+    assert differing(good, again(0.4, 0.5, 0.1, diverged=[3])) == [
+        "better than its repetition by 10.00"
+    ]
+    assert differing(good, again(0.5, 0.1, 0.1, diverged=[2, 3])) == [
+        "0 runs diverged, and 2 of its repetition"
+    ]
+    assert differing(good, again(0.1, 0.1, 0.1, diverged=[1, 2, 3])) == [
+        "0 runs diverged, and 3 of its repetition"
+    ]
+    for task, by in [("text_same", "0.022"), ("consensus_random", "0.22")]:
+        within, beyond = (
+            again(*(mean + share * float(by) for mean in (0.5, 0.6, 0.7))) for share in (0.8, 1.0)
+        )
+        assert differing(good, within, task) == []
+        assert differing(good, beyond, task) == [f"better than its repetition by {by}"]
+
+
+def test_a_check_has_one_level_for_all_tasks() -> None:
+    tried = [{"setting": {}, "score": 0.5}]
+    first, again = result(0.5, 0.6, 0.7, tried=tried), result(0.44, 0.55, 0.63, tried=tried)
+    assert differing(first, again) == ["better than its repetition by 6.00"]
+
+    def of_all(found: dict[str, Any]) -> dict[str, Any]:
+        tasks = {name: {**found, "version": task.version} for name, task in TASKS.items()}
+        return {"name": "a", "source": "", "tiers": {QUICK: tasks}}
+
+    assert submissions.problems(of_all(first), of_all(again)) == []
 
 
 @pytest.mark.parametrize(
