@@ -311,19 +311,22 @@ def _of_file(config: DictConfig, file: str) -> list[_Assignment]:
             str(key), value, Origin(f"{file}, line {line}", not saved), f"{file}, line {line}: "
         )
         for key, (value, line) in content.items()
+        if not (saved and _is_of_own_method(config, key))
     ]
 
 
-def _of_saved_run(config: DictConfig, file: Path) -> list[_Assignment]:
-    """The values of a run's config.yaml, for keys that have their defaults in `config`.
+def _is_of_own_method(config: DictConfig, key: str) -> bool:
+    """Whether a saved key is an option of a script's own method. Its row has the value."""
+    return key not in config and key.startswith(OPTION)
 
-    Options of a script's own method, which have no keys, are left out: its row has their values.
-    """
+
+def _of_saved_run(config: DictConfig, file: Path) -> list[_Assignment]:
+    """The values of a run's config.yaml, for keys that have their defaults in `config`."""
     changed_before = set_by_driver(config)
     return [
         _Assignment(key, value, Origin(f"{file}, line {line}", False), f"{file}, line {line}: ")
         for key, (value, line) in _read_yaml(str(file), file).items()
-        if key not in changed_before and (key in config or not key.startswith(OPTION))
+        if key not in changed_before and not _is_of_own_method(config, key)
     ]
 
 

@@ -209,7 +209,7 @@ def test_values_of_a_saved_configuration_are_not_explicit(tmp_path: Path) -> Non
     run = tmp_path / "run"
     run.mkdir()
     (run / "metrics.jsonl").touch()
-    of_run = yaml_file(run, "batch_size: 9\nseed: 3\n", "config.yaml")
+    of_run = yaml_file(run, "batch_size: 9\nseed: 3\noptimizer_of_mine: 0.6\n", "config.yaml")
     for file in (complete, of_run):
         config = OmegaConf.structured(train.Config)
         arguments = ["--config", str(file), "seed=3"]
