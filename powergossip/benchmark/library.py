@@ -13,6 +13,8 @@ Settings = Mapping[str, Sequence[Values]]
 
 # Learning rates of images. Rates above 0.1 often train with one seed and diverge with another.
 _OF_SGD = (0.05, 0.1, 0.02, 0.01, 0.2, 0.005, 0.07, 0.03)
+_OF_SGD_ON_TEXT = (0.1, 0.3, 0.03, 1.0, 0.01, 3.0, 0.003, 0.001)
+_OF_SIGNS = (0.003, 0.01, 0.001, 0.0003, 0.005, 0.02, 0.0001, 0.03)  # of updates ±η
 _OF_ADAM = (0.01, 0.003, 0.03, 0.001, 0.0003, 0.1, 0.0001, 0.3)  # learning rates, text
 
 
@@ -70,9 +72,19 @@ def _gradients(optimizer: str, **more: Any) -> Settings:
 
 def _of_sgd(settings: Settings) -> Settings:
     """With SGD on texts too."""
-    values = {key: value for key, value in settings[TEXT][0].items() if key != "learning_rate"}
-    values = {**values, "local_optimizer": "sgd"}
-    return {**settings, TEXT: _rates(values, (0.1, 0.3, 0.03, 1.0, 0.01, 3.0, 0.003, 0.001))}
+    return {**settings, TEXT: _rates(_with_sgd(settings[TEXT][0]), _OF_SGD_ON_TEXT)}
+
+
+def _of_signs(settings: Settings) -> Settings:
+    """With SGD on all data, whose updates have the learning rate as their size."""
+    return {
+        **settings,
+        **{of: _rates(_with_sgd(settings[of][0]), _OF_SIGNS) for of in (FASHION_MNIST, TEXT)},
+    }
+
+
+def _with_sgd(setting: Values) -> Values:
+    return {**setting, "local_optimizer": "sgd"}
 
 
 LATE = "fashion_mnist_late"
@@ -120,7 +132,7 @@ ENTRIES: dict[str, Settings] = {
     "dgc": _of_sgd(_gradients("dgc")),
     "ef-sgd-sign": _gradients("ef-sgd", optimizer_compressor="sign-and-norm"),
     "ef-sgd-top-k": _gradients("ef-sgd", optimizer_compressor="top-k"),
-    "signsgd": _of_sgd(_gradients("signsgd")),
-    "demo": _of_sgd(_gradients("demo", local_optimizer="sgd")),
+    "signsgd": _of_signs(_gradients("signsgd")),
+    "demo": _of_signs(_gradients("demo", local_optimizer="sgd")),
     "sparse-loco": _gradients("sparse-loco", **_ROUNDS),
 }
