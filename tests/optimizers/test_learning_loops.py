@@ -722,3 +722,28 @@ def test_gradients_are_corrected_once_and_not_cleared() -> None:
         optimizer.zero_grad()
     optimizer.step()
     optimizer.zero_grad()
+
+
+@pytest.mark.parallel([4])
+def test_gradients_that_are_not_finite_are_not_corrected() -> None:
+    x = nn.Parameter(torch.zeros(2, 2))
+    optimizer = GossipOptimizer(
+        torch.optim.SGD([x], lr=0.1),
+        "dpsgd",
+        learning="diloco",
+        local_steps=2,
+        learning_options={"gradient_correction": True, "correction_rate": 0.5},
+    )
+    for _ in range(4):
+        optimizer.zero_grad()
+        (processes().rank * x).sum().backward()
+        optimizer.step()
+    finite = torch.ones(2, 2)
+    overflowing = torch.tensor([[1.0, torch.inf], [1.0, 1.0]])
+    for gradient in (overflowing, finite):
+        optimizer.zero_grad()
+        (gradient * x).sum().backward()
+        optimizer.correct_()
+        assert x.grad is not None
+        assert torch.equal(x.grad, gradient) == (gradient is overflowing)
+    optimizer.step()
