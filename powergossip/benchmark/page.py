@@ -58,13 +58,13 @@ def write(entries: Entries, folder: Path, tasks: Sequence[str] | None = None) ->
             figure = folder / f"{name}-{tier}.svg"
             title, shown = _title(TASKS[name]), f"#### {_title(TASKS[name])}\n\n"
             shown += _markdown(table(found))
+            drawn = ""
             if draw(found, figure):
                 written.append(figure)
                 shown += f"\n\n![{title}: quality by megabytes sent]({figure.name})"
+                drawn = _inline(figure)
             sections.append(shown)
-            blocks.append(
-                f"<h3>{html.escape(title)}</h3>\n{_html(table(found))}\n{_inline(figure)}"
-            )
+            blocks.append(f"<h3>{html.escape(title)}</h3>\n{_html(table(found))}\n{drawn}")
     page, document = folder / f"{NAME}.md", folder / f"{NAME}.html"
     page.write_text("\n\n".join(sections) + "\n")
     document.write_text(_document("\n".join(blocks)))
@@ -209,9 +209,7 @@ def _html(rows: Table) -> str:
 
 
 def _inline(figure: Path) -> str:
-    """The SVG as a part of the page, or nothing without one."""
-    if not figure.exists():
-        return ""
+    """The SVG as a part of the page."""
     content = figure.read_text()
     return content[content.index("<svg") :]
 

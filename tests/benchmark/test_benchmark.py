@@ -845,6 +845,13 @@ def test_a_figure_has_the_means_of_entries_that_did_not_diverge(
     assert not page.draw([line(1.0, diverged=[1])], tmp_path)
 
 
+def test_a_page_has_the_figures_of_its_results_only(tmp_path: Path) -> None:
+    for found, figures in [(result(0.5), 1), (result(0.5, diverged=[1]), 0)]:
+        page.write([entry_of("a", found)], tmp_path)
+        assert (tmp_path / "benchmark.html").read_text().count("<svg") == figures
+        assert (tmp_path / "benchmark.md").read_text().count(".svg") == figures
+
+
 def test_a_click_sorts_numbers_by_their_size_and_before_texts() -> None:
     node = shutil.which("node")
     if node is None:
