@@ -184,7 +184,7 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
             who, sharding = _sharding(optimizer, mesh, group, per_shard)
         self.wrapped, self._of_all = optimizer, group is None
         self._local_steps, self._overlapping, self._steps = local_steps, overlapping, 0
-        self._in_step = self._corrected = False
+        self._corrected = False
 
         with who.agreed():
             check_wrappable(optimizer, local_steps)
@@ -298,12 +298,11 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
         self._averaged.check()
         for rule in self._averaged.rules:
             rule.check()
-        self._in_step = True
         try:
             loss = self._local_step(closure)
             self._averaged.move()
         finally:
-            self._in_step = self._corrected = False
+            self._corrected = False
         self._steps += 1
         return loss
 
@@ -435,7 +434,7 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
 
         def on_gradient(_: Tensor) -> None:
             optimizer = own()
-            if optimizer is not None and not optimizer._in_step:
+            if optimizer is not None:
                 optimizer._start()
 
         for parameter in parameters:

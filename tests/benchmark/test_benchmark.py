@@ -527,26 +527,57 @@ def test_workers_learn_of_each_other_by_messages_only(name: str) -> None:
     probe({"optimizer": name}, topologies.make("ring", 8))
 
 
-@pytest.mark.parametrize("secret", [False, True])
-def test_a_learning_rule_gets_gradients_of_others_by_messages_only(
-    secret: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("leak", [None, "model", "gradient", "end of the round"])
+def test_a_learning_rule_learns_of_others_by_messages_only(
+    leak: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def mixed(x: Tensor, where: str) -> Tensor:
+        return x.lerp_(x.roll(1, 0), 0.1) if leak == where else x
+
     class Mine(GossipRule):
-        def __init__(self, workers: Any) -> None:
+        def __init__(self, workers: Any, *, local_steps: int = 1) -> None:
             super().__init__(workers)
             self._averaging = self._make(self._layout)
+            self._local_steps, self._steps = local_steps, 0
 
         def step(self) -> Any:
+            mixed(self._x, "model")
             g = yield Gradient()
-            if secret:
-                g.lerp_(g.roll(1, 0), 0.1)
-            self._x.add_((yield Update(g)))
-            yield Mix(self._averaging.step(self._x))
+            self._x.add_((yield Update(mixed(g, "gradient"))))
+            self._steps += 1
+            if self._steps % self._local_steps == 0:
+                yield Mix(self._averaging.step(self._x))
+                mixed(self._x, "end of the round")
 
     monkeypatch.setitem(LEARNING, "mine", Mine)
-    setting = {"optimizer": "power-gossip", "learning": "mine"}
-    with pytest.raises(BadInput, match="mine changes a worker") if secret else nullcontext():
+    setting = {"optimizer": "power-gossip", "learning": "mine", "local_steps": 10}
+    with nullcontext() if leak is None else pytest.raises(BadInput, match="mine changes a worker"):
         program.check(TASKS["text_same"], QUICK, setting)
+
+
+@pytest.mark.parametrize(
+    ("change", "accepted"),
+    [
+        (lambda x, received, t: x.lerp_(received, float(torch.rand(()))), True),
+        (lambda x, received, t: x.mul_(received.norm() / received.norm()).add_(1), True),  # 0 / 0
+        (lambda x, received, t: x.lerp_(received, 0.5 * (t % 10 == 0)), True),
+        (lambda x, received, t: x.lerp_(received if t % 3 else x.roll(1, 0), 0.5), False),
+    ],
+    ids=["draws", "divides", "in some steps", "leaks in some steps"],
+)
+def test_rules_that_differ_from_step_to_step(
+    change: Callable[[Tensor, Tensor, int], Tensor], accepted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Mine(Half):
+        steps = 0
+
+        def step(self, x: Tensor) -> Any:
+            self.steps += 1
+            change(x, (yield ToAll(x)).mean(1), self.steps)
+
+    monkeypatch.setitem(AVERAGING, "mine", Mine)
+    with nullcontext() if accepted else pytest.raises(BadInput, match="mine changes a worker"):
+        program.check(TASKS["consensus_random"], QUICK, {"optimizer": "mine"})
 
 
 @pytest.mark.parametrize(
