@@ -25,7 +25,7 @@ from powergossip.trees import map_tensors
 SIZE = 16  # rows and columns of the matrices
 STEPS, SILENT_STEPS = 10, 3
 
-Steps = Callable[[float, int], Tensor]  # makes steps and returns rows of the workers
+Steps = Callable[[int], Tensor]  # makes steps and returns rows of the workers
 
 
 class SilentNetwork(Network):
@@ -63,17 +63,13 @@ def probe_learning(c: Settings, topology: Topology) -> None:
 
 
 def _check(
-    name: str, topology: Topology, make: Callable[[Network], Steps], changes_x: bool = False
+    name: str, topology: Topology, make: Callable[[Network, float], Steps], changes_x: bool = False
 ) -> None:
     network = Network(topology, Processes())
-    steps = make(network)
-    silent = [make(SilentNetwork(topology, Processes())) for _ in range(2)]
+    steps = make(network, 0.0)
+    silent = [make(SilentNetwork(topology, Processes()), change) for change in (0.0, 1.0)]
     try:
-        x = steps(0.0, STEPS)
-        torch.manual_seed(1)
-        first = silent[0](0.0, SILENT_STEPS)[1:]
-        torch.manual_seed(1)
-        second = silent[1](1.0, SILENT_STEPS)[1:]
+        x, first, second = steps(STEPS), *(of(SILENT_STEPS)[1:] for of in silent)
     except Exception as error:
         raise BadInput(f"a step of {name} fails: {type(error).__name__}: {error}") from error
     if changes_x and torch.equal(x, _rows(network, 0.0)):
@@ -92,11 +88,11 @@ def _rows(network: Network, change: float) -> Tensor:
     return x
 
 
-def _of_averaging(own: Values, network: Network) -> Steps:
-    rule = averaging(own, network, SIZE)
+def _of_averaging(own: Values, network: Network, change: float) -> Steps:
+    rule, x = averaging(own, network, SIZE), _rows(network, change)
 
-    def steps(change: float, number: int) -> Tensor:
-        x = _rows(network, change)
+    def steps(number: int) -> Tensor:
+        torch.manual_seed(1)
         for _ in range(number):
             network.run(rule.step(x))
         return x
@@ -110,12 +106,13 @@ def averaging(own: Values, network: Network, size: int) -> algorithms.Averaging:
     return algorithms.make(own["optimizer"], network, Layout([(size, size)]), **options)
 
 
-def _of_learning(c: Settings, network: Network) -> Steps:
+def _of_learning(c: Settings, network: Network, change: float) -> Steps:
     parameters = Parameters([nn.Linear(SIZE, SIZE, bias=False) for _ in network.workers])
+    parameters.x.copy_(_rows(network, change))
     method = make_method(c, network, parameters, STEPS)
 
-    def steps(change: float, number: int) -> Tensor:
-        parameters.x.copy_(_rows(network, change))
+    def steps(number: int) -> Tensor:
+        torch.manual_seed(1)
         for _ in range(number * c.local_steps):
             method.at_epoch(0.0)
             method.rule.start()

@@ -4,11 +4,13 @@ A key `optimizer_X` is the option X of the method `optimizer`. Its options are t
 powergossip.options), so a new option needs no line here. null stands for the default.
 """
 
+import inspect
 import json
 import math
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from omegaconf import DictConfig
@@ -46,7 +48,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "dgc": {"keep_ratio": 0.01, "compress_upper_bound": 1.0, "int32_indices": True},
     **{name: {"start_iteration": torch_powersgd.AUTO} for name in torch_powersgd.HOOKS},
 }
-# Options that have a key of their own, without the prefix.
+# Options that have a key of their own, without the prefix. See _shared_keys.
 OWN_KEYS = {
     "seed": "seed",
     "momentum": "momentum",
@@ -368,16 +370,34 @@ def _row_defaults(optimizer: str, given: Mapping[str, Any]) -> dict[str, Any]:
     return options.defaults(torch_powersgd.DDPHook)
 
 
+def _shared_keys(optimizer: str) -> dict[str, str]:
+    """Return option → key without the prefix, for the options of a row that have those values.
+
+    A value that a row binds by `functools.partial` stays. Averaging rules of a script share the
+    seed only: their momentum, for instance, is not that of the local optimizer.
+    """
+    row = {**algorithms.AVERAGING, **aggregation.AGGREGATIONS}.get(
+        optimizer, torch_powersgd.DDPHook
+    )
+    bound = row.keywords if isinstance(row, partial) else {}
+    built = row.func if isinstance(row, partial) else row
+    of_script = built.__module__.partition(".")[0] != __name__.partition(".")[0]
+    names = ("seed",) if of_script and optimizer in algorithms.AVERAGING else OWN_KEYS
+    own = inspect.signature(row).parameters  # without those of a compressor
+    return {name: OWN_KEYS[name] for name in names if name in own and name not in bound}
+
+
 def option_defaults(optimizer: str, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return X → default for the keys optimizer_X of a method.
 
     `given`, X → value, may choose the compressor, whose options are included.
     """
     keys = {name: key for key, name in ALIASES.get(optimizer, {}).items()}
+    shared = _shared_keys(optimizer)
     found = {
         keys.get(name, name): default
         for name, default in _row_defaults(optimizer, given or {}).items()
-        if name not in OWN_KEYS and name not in OF_RULE
+        if name not in shared and name not in OF_RULE
     }
     of_gradients = {*aggregation.AGGREGATIONS} - aggregation.OF_LOCAL_STEPS
     rule = OF_RULE if optimizer in of_gradients else {}
@@ -423,13 +443,13 @@ def method_options(c: Settings) -> dict[str, Any]:
     """
     keys = {name: key for key, name in ALIASES.get(c.optimizer, {}).items()}
     values: dict[str, Any] = {}
-    without = learning.without(c.learning)
+    without, shared = learning.without(c.learning), _shared_keys(c.optimizer)
     for name in _row_defaults(c.optimizer, c.options):
-        if name in OWN_KEYS:
-            values[name] = getattr(c, OWN_KEYS[name])
+        if name in shared:
+            values[name] = getattr(c, shared[name])
         elif name not in OF_RULE and name not in without:
             values[name] = c.options[keys.get(name, name)]
-    if "nesterov" in values:
+    if "nesterov" in shared:
         values["nesterov"] = c.nesterov and c.momentum > 0
     return values
 
@@ -448,7 +468,8 @@ def errors_name_keys(optimizer: str) -> Iterator[None]:
         if "." in error.name:  # an entry of another key
             raise
         keys = {name: key for key, name in ALIASES.get(optimizer, {}).items()}
-        key = OWN_KEYS.get(error.name, f"{PREFIX}{keys.get(error.name, error.name)}")
+        shared = _shared_keys(optimizer)
+        key = shared.get(error.name, f"{PREFIX}{keys.get(error.name, error.name)}")
         raise error.renamed(key) from error
 
 

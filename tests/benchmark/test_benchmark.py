@@ -539,9 +539,11 @@ def test_a_learning_rule_learns_of_others_by_messages_only(
             super().__init__(workers)
             self._averaging = self._make(self._layout)
             self._local_steps, self._steps = local_steps, 0
+            self._anchor = self._x.clone()
 
         def step(self) -> Any:
             mixed(self._x, "model")
+            self._x.lerp_(self._anchor, 0.1)
             g = yield Gradient()
             self._x.add_((yield Update(mixed(g, "gradient"))))
             self._steps += 1

@@ -1,7 +1,9 @@
 """Every key of a method has an effect, and keys of other methods are not ignored silently."""
 
+import dataclasses
 import re
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import torch
 from omegaconf import OmegaConf
 
 import train
-from powergossip import options, tasks
+from powergossip import compressors, options, tasks
 from powergossip.algorithms import AVERAGING
 from powergossip.algorithms.aggregation import AGGREGATIONS
 from powergossip.compressors import COMPRESSORS
@@ -188,6 +190,41 @@ def test_null_is_the_default_of_the_constructor_or_of_the_table(optimizer: str) 
     for name, default in options.defaults(row, compressor=COMPRESSORS).items():
         if name not in overridden and name not in OWN_KEYS and name not in OF_RULE:
             assert given[name] == default or default is None, name
+
+
+def test_options_of_a_row_of_a_script_are_those_that_it_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where the run has a key of the same name. Only the seed is the run's."""
+
+    class Mine:
+        def __init__(
+            self,
+            network: Any,
+            layout: Any,
+            *,
+            momentum: float = 0.2,
+            clip: float = 1,
+            seed: int = 0,
+        ) -> None: ...
+
+    @dataclasses.dataclass(frozen=True)
+    class Clipped(compressors.Identity):
+        clip: float = 2.0
+
+    monkeypatch.setitem(AVERAGING, "mine", Mine)
+    monkeypatch.setitem(AVERAGING, "bound", partial(Mine, momentum=0.3, seed=5))
+    monkeypatch.setitem(COMPRESSORS, "clipped", Clipped)
+    monkeypatch.setitem(AGGREGATIONS, "dgc", partial(AGGREGATIONS["dgc"], momentum=0.4))
+    for optimizer, expected in {
+        "mine": {"momentum": 0.2, "clip": 1, "seed": 7},
+        "bound": {"momentum": 0.3, "clip": 1, "seed": 5},
+        "choco": {"clip": 2.0, "seed": 7},
+        "dgc": {"momentum": 0.4, "nesterov": True},
+    }.items():
+        own = {"optimizer_compressor": "clipped"} if optimizer == "choco" else {}
+        found = method_options(checked(configured(optimizer=optimizer, seed=7, **own), ALONE))
+        assert {name: found[name] for name in expected} == expected
 
 
 # Keys whose defaults depend on the task.
