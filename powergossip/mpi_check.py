@@ -34,7 +34,13 @@ from itertools import combinations
 from statistics import median
 
 import torch
-from mpi4py import MPI
+
+try:
+    from mpi4py import MPI
+except (ImportError, RuntimeError) as missing:
+    reason = str(missing).partition("\n")[0]
+    print(f"error: this checks an MPI library, and found none: {reason}", file=sys.stderr)
+    sys.exit(2)
 
 from powergossip import command_line
 from powergossip.errors import BadInput

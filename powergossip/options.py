@@ -26,6 +26,11 @@ def find(registry: Registry, kind: str, name: object) -> Builder:
     return registry[name]
 
 
+def is_of_library(row: Any) -> bool:
+    """Whether a class or function is one of this package, not of a script."""
+    return str(row.__module__).partition(".")[0] == __name__.partition(".")[0]
+
+
 def parameters(
     row: Builder, given: Mapping[str, Any] | None = None, **registries: Registry
 ) -> dict[str, inspect.Parameter]:

@@ -130,7 +130,10 @@ def _run(options: argparse.Namespace) -> None:
             submissions.read(own)
         except BadInput as error:
             raise BadInput(f"{error}; move it, so that it is not overwritten") from error
-    campaign.tasks = [task for task in campaign.tasks if accepts(entry, task, options.tier)]
+    named = options.task or ()
+    campaign.tasks = [
+        task for task in campaign.tasks if accepts(entry, task, options.tier, task.name in named)
+    ]
     if not campaign.tasks:
         raise BadInput(f"{entry.name} has no settings of {', '.join(names)}")
     most = max(len(entry.settings[task.name]) for task in campaign.tasks)
@@ -150,10 +153,10 @@ def _run(options: argparse.Namespace) -> None:
         sys.exit(1)
 
 
-def accepts(entry: Entry, task: BenchmarkTask, tier: str) -> bool:
+def accepts(entry: Entry, task: BenchmarkTask, tier: str, named: bool = False) -> bool:
     """Whether a task accepts the settings of an entry. Says so if it accepts none.
 
-    Raises BadInput if it accepts some of them only, or has a list of its own.
+    Raises BadInput if it accepts some of them only, is named, or has a list of its own.
     """
     from powergossip.benchmark import program
 
@@ -166,7 +169,7 @@ def accepts(entry: Entry, task: BenchmarkTask, tier: str) -> bool:
             rejected.append(error)
     if not rejected:
         return True
-    if task.name in entry.demanded or len(rejected) < len(settings):
+    if named or task.name in entry.demanded or len(rejected) < len(settings):
         raise rejected[0]
     print(f"left out: {rejected[0]}")
     return False

@@ -58,7 +58,15 @@ def make(
     checks.at_least_one("n_workers", n_workers)
     if name in TOPOLOGIES:
         checked = _checked_options(name, TOPOLOGIES[name], options)
-        return TOPOLOGIES[name](n_workers, seed, **checked)
+        made = TOPOLOGIES[name](n_workers, seed, **checked)
+        if isinstance(made, Topology) and made.n_workers == n_workers:
+            return made
+        kind = type(made).__name__
+        found = f"{made.n_workers} workers" if isinstance(made, Topology) else f"a {kind}"
+        raise ValueError(
+            f"topology={name}: its function returned {found}; return a Topology of {n_workers} "
+            "workers, such as undirected(name, graph)"
+        )
     if not is_path(name):
         raise ValueError(
             f'topology "{name}" is unknown; choose from {", ".join(sorted(TOPOLOGIES))}, '

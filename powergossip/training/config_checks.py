@@ -380,8 +380,7 @@ def _shared_keys(optimizer: str) -> dict[str, str]:
         optimizer, torch_powersgd.DDPHook
     )
     bound = row.keywords if isinstance(row, partial) else {}
-    built = row.func if isinstance(row, partial) else row
-    of_script = built.__module__.partition(".")[0] != __name__.partition(".")[0]
+    of_script = not options.is_of_library(row.func if isinstance(row, partial) else row)
     names = ("seed",) if of_script and optimizer in algorithms.AVERAGING else OWN_KEYS
     own = inspect.signature(row).parameters  # without those of a compressor
     return {name: OWN_KEYS[name] for name in names if name in own and name not in bound}

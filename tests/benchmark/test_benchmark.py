@@ -191,6 +191,8 @@ def test_a_task_that_does_not_accept_the_settings_of_all_is_left_out(
     tasks = [TASKS["fashion_mnist_late"], TASKS["consensus_random"]]
     assert [command_line.accepts(entry, task, QUICK) for task in tasks] == [False, True]
     assert "left out: fashion_mnist_late" in capsys.readouterr().out
+    with pytest.raises(BadInput, match="use dpsgd, power-gossip, choco with a scenario"):
+        command_line.accepts(entry, tasks[0], QUICK, named=True)
     entry = entries.find(str(written(tmp_path, {"fashion_mnist_late": own})))
     with pytest.raises(BadInput, match="use dpsgd, power-gossip, choco with a scenario"):
         command_line.accepts(entry, tasks[0], QUICK)

@@ -634,3 +634,16 @@ def test_threads_that_wait_soon_sleep(given: dict[str, str], expected: str) -> N
         [sys.executable, "-c", code], env={**kept, **given}, text=True, cwd=launch.ROOT
     )
     assert printed.strip() == expected
+
+
+def test_the_check_of_mpi_says_that_there_is_none(tmp_path: Path) -> None:
+    (tmp_path / "mpi4py").mkdir()
+    (tmp_path / "mpi4py" / "__init__.py").write_text("raise RuntimeError('cannot load it\\n')")
+    done = subprocess.run(
+        [sys.executable, "-m", "powergossip.mpi_check", "--help"],
+        capture_output=True,
+        text=True,
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": f"{tmp_path}:{PACKAGE.parent}"},
+    )
+    assert done.returncode == 2
+    assert done.stderr == "error: this checks an MPI library, and found none: cannot load it\n"

@@ -2,7 +2,9 @@
 
 import math
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import networkx as nx
 import numpy as np
@@ -1106,3 +1108,19 @@ def test_fastest_weights_of_three_hundred_workers_take_seconds() -> None:
     topology = make("random-regular", 300, options={"weights": "fastest"})
     assert topology.contraction() < make("random-regular", 300).contraction()
     assert time.process_time() - start < 60
+
+
+@pytest.mark.parametrize(
+    ("function", "sentence"),
+    [
+        (lambda n, seed: make("ring", 7), "returned 7 workers; return a Topology of 8 workers"),
+        (lambda n, seed: nx.cycle_graph(n), "returned a Graph"),
+        (lambda n, seed: None, "returned a NoneType"),
+    ],
+)
+def test_a_function_of_a_script_makes_a_topology_of_all_workers(
+    function: Callable[[int, int], Any], sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(TOPOLOGIES, "mine", function)
+    with pytest.raises(ValueError, match=sentence):
+        make("mine", 8)

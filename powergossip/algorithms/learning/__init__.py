@@ -25,6 +25,7 @@ laws of learning rules (tests/algorithms/test_learning.py) use the registry.
 Axes: worker (hosted here); D parameters of a worker.
 """
 
+from powergossip.algorithms.averaging import Kind
 from powergossip.algorithms.learning.centralized import CentralizedLocal, CentralizedSGD
 from powergossip.algorithms.learning.dpsgd import DPSGD
 from powergossip.algorithms.learning.exact_diffusion import ExactDiffusion
@@ -85,6 +86,7 @@ __all__ = [
     "GossipRule",
     "Gradient",
     "GradientTracking",
+    "Kind",
     "Learning",
     "Local",
     "LocalStep",

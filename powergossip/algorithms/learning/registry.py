@@ -90,9 +90,11 @@ def check(name: str, network: Network, averaging_name: str, averaging: Averaging
         _check_relays(name, network, averaging_name, averaging)
         return
     if kind not in found.kinds:
+        own = kind is Kind.OTHER and not _options.is_of_library(found)
+        more = f", or add Kind.OTHER to {found.__name__}.kinds" if own else ""
         raise ValueError(
             f"learning={name} with optimizer={averaging_name}: {_REASONS[kind]}; use it with "
-            f"{_examples(found)}"
+            f"{_examples(found)}{more}"
         )
     if network.topology.row_stochastic and not found.kinds >= ANY:
         raise ValueError(
