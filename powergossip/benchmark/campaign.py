@@ -3,10 +3,10 @@
 import json
 import math
 from collections.abc import Callable, Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from powergossip import __version__
 from powergossip.benchmark.entries import Entry
 from powergossip.benchmark.tasks import (
     FINAL,
@@ -129,4 +129,4 @@ def _finite(number: float) -> float | None:
 
 def circumstances() -> dict[str, Any]:
     """Versions, machine and date."""
-    return {"package": version("decentralized-deep-learning"), **runner.circumstances()}
+    return {"package": __version__, **runner.circumstances()}

@@ -147,8 +147,6 @@ def difference(first: Line, second: Line, level: float = LEVEL) -> tuple[float, 
 
     Returns it, and half of its interval. The interval of less than two seeds has no ends.
     """
-    from scipy.stats import t
-
     of_second = {run["seed"]: run["evaluations"][-1]["mean"] for run in second.runs}
     differences = [
         run["evaluations"][-1]["mean"] - of_second[run["seed"]]
@@ -159,8 +157,21 @@ def difference(first: Line, second: Line, level: float = LEVEL) -> tuple[float, 
     mean = sum(differences) / n if n else math.nan
     if n < 2:
         return mean, math.inf
-    deviation = math.sqrt(sum((d - mean) ** 2 for d in differences) / (n - 1))
-    return mean, float(t.ppf(0.5 + level / 2, n - 1)) * deviation / math.sqrt(n)
+    return mean, quantile(level, n) * deviation(differences) / math.sqrt(n)
+
+
+def deviation(values: Sequence[float]) -> float:
+    """The standard deviation of a sample, ∞ for less than two values."""
+    n = len(values)
+    mean = sum(values) / max(1, n)
+    return math.sqrt(sum((v - mean) ** 2 for v in values) / (n - 1)) if n > 1 else math.inf
+
+
+def quantile(level: float, n: int) -> float:
+    """The value of Student's t, for n values, that is exceeded on both sides by 1 − level."""
+    from scipy.stats import t
+
+    return float(t.ppf(0.5 + level / 2, max(1, n - 1)))
 
 
 def front(lines: Sequence[Line], cost: Mapping[str, float]) -> list[Line]:

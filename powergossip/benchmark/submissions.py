@@ -12,13 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from powergossip.benchmark import entries
-from powergossip.benchmark.comparison import LEVEL, Line, difference, same_data
+from powergossip.benchmark.comparison import LEVEL, Line, deviation, difference, quantile, same_data
 from powergossip.benchmark.entries import Entry
 from powergossip.benchmark.tasks import QUICK, SEEDS, TASKS, TIERS, TRIES, BenchmarkTask
 from powergossip.errors import BadInput
 from powergossip.runs.atomic_files import write_atomically
 
 MEGABYTES = 0.02  # relative difference of repetitions whose messages depend on the data
+CAP = 3  # tolerances, of the value of one run
+EARLIER = 3  # evaluations by which a repetition agrees earlier or later
 OF_LIBRARY = Path(__file__).parent / "submissions"
 
 
@@ -131,7 +133,8 @@ def problems(found: Mapping[str, Any], again: Mapping[str, Any] | None = None) -
     tiers, repeated = found["tiers"], common_tasks(found, again) if again else []
     if again:
         missing += ["the code differs"] * (found["source"] != again["source"])
-        missing += ["no task was repeated with the same data"] * (not repeated)
+        of_both = [tier for tier in tiers if {*tiers[tier]} & {*again["tiers"].get(tier, {})}]
+        missing += ["no task was repeated"] * (not of_both)
     for tier in tiers:
         if tier not in TIERS:
             missing.append(f"the tier {tier} is unknown; use {', '.join(TIERS)}")
@@ -142,6 +145,9 @@ def problems(found: Mapping[str, Any], again: Mapping[str, Any] | None = None) -
                 missing.append(f"the task {name} is unknown")
                 continue
             missing += [f"{where}: {text}" for text in _problems(TASKS[name], tier, of_task)]
+            repetition = (again or {"tiers": {}})["tiers"].get(tier, {}).get(name)
+            if repetition and not same_data(TASKS[name], of_task["data"], repetition["data"]):
+                missing.append(f"{where}: other data than in its repetition")
             if again and (tier, name) in repeated:
                 pair = of_task, again["tiers"][tier][name]
                 level = 1 - (1 - LEVEL) / len(repeated)  # of all tasks together: LEVEL
@@ -175,11 +181,47 @@ def _differing(
         wrong.append(f"{'better' if better else 'worse'} than its repetition by {by}")
     if abs(own.diverged - repeated.diverged) > 1:
         wrong.append(f"{own.diverged} runs diverged, and {repeated.diverged} of its repetition")
-    if of_task["setting"] == again["setting"] and own.runs and repeated.runs:
+    tried, tried_again = ([t["setting"] for t in found["tried"]] for found in (of_task, again))
+    if tried != tried_again:
+        wrong.append("other settings were tried than in its repetition")
+    if of_task["setting"] != again["setting"]:
+        return wrong
+    if own.runs and repeated.runs:
         then, now = own.megabytes_of_step, repeated.megabytes_of_step
         if not math.isclose(then, now, rel_tol=MEGABYTES):
             wrong.append(f"{then:.4g} MB a step, and {now:.4g} in its repetition")
+        wrong += _differing_evaluations(own, repeated, level)
+    state, state_again = (float(found.get("state") or 0) for found in (of_task, again))
+    if not math.isclose(state, state_again, rel_tol=1e-3):
+        wrong.append(f"a state of {state:g} bytes, and of {state_again:g} in its repetition")
     return wrong
+
+
+def _differing_evaluations(own: Line, repeated: Line, level: float) -> list[str]:
+    """How evaluations of runs with the same setting and seed differ.
+
+    The size of noise is that between the seeds of the repetition.
+    """
+    of_steps = [
+        {run["seed"]: {e["step"]: e for e in run["evaluations"]} for run in line.runs}
+        for line in (own, repeated)
+    ]
+    seeds = sorted(set.intersection(*map(set, of_steps)))
+    if not seeds:
+        return []
+    found = [of[seed] for of in of_steps for seed in seeds]
+    steps = sorted(set.intersection(*map(set, found)))
+    if len(steps) < max(map(len, found)) - (EARLIER if own.task.is_consensus else 0):
+        return ["evaluations after other steps than those of its repetition"]
+    each = 1 - (1 - level) / len(steps) / 2  # of two values
+    for step in steps:
+        for key in ("mean", "worst"):
+            first, second = ([of[seed][step][key] for seed in seeds] for of in of_steps)
+            by = max(abs(a - b) for a, b in zip(first, second, strict=True))
+            noise = math.sqrt(2) * quantile(each, len(seeds)) * deviation(second)
+            if by > max(CAP * own.task.measure.tolerance, noise):
+                return [f"{key} after step {step}: {first}, and {second} in its repetition"]
+    return []
 
 
 def _problems(task: BenchmarkTask, tier: str, of_task: Mapping[str, Any]) -> list[str]:

@@ -1,5 +1,6 @@
 """powergossip-benchmark: what is the same for all entries, the results, and their comparison."""
 
+import copy
 import dataclasses
 import hashlib
 import json
@@ -962,7 +963,10 @@ def test_what_check_finds() -> None:
     ]
     assert submissions.problems(entry, {**entry, "source": "other"}) == ["the code differs"]
     of_other_data = entry_of("a", {**worse["tiers"][QUICK]["fashion_mnist_same"], "data": "other"})
-    assert submissions.problems(entry, of_other_data) == ["no task was repeated with the same data"]
+    assert submissions.problems(entry, of_other_data) == [
+        "fashion_mnist_same, quick: other data than in its repetition"
+    ]
+    assert submissions.problems(entry, {**entry, "tiers": {}}) == ["no task was repeated"]
     for changed, sentence in [
         ({"setting": {"a": 1}}, "not the best one"),
         ({"runs": result(0.5, 0.6)["runs"]}, "the seeds are not 1, 2, 3"),
@@ -1012,6 +1016,27 @@ def test_a_repetition_differs_by_rounding_and_noise() -> None:
         )
         assert differing(good, within, task) == []
         assert differing(good, beyond, task) == [f"better than its repetition by {by}"]
+
+
+def test_a_forged_value_is_no_noise() -> None:
+    """A large difference of a few values is found, though it makes their spread large, too."""
+    good = result(0.5, 0.51, 0.52, tried=[{"setting": {}, "score": 0.5}])
+    assert differing(good, good) == []
+
+    def edited(change: Callable[[dict[str, Any]], object]) -> list[str]:
+        forged = copy.deepcopy(good)
+        change(forged)
+        return differing(forged, good)
+
+    for change, sentence in [
+        (lambda f: f["runs"][0]["evaluations"][-1].update(mean=0.9), "mean after step 20: [0.9, "),
+        (lambda f: f["runs"][2]["evaluations"][0].update(worst=0.3), "worst after step 10: [0.1, "),
+        (lambda f: f["runs"][1]["evaluations"].pop(0), "evaluations after other steps"),
+        (lambda f: f["tried"].append({"setting": {"a": 1}, "score": 0.1}), "other settings were"),
+        (lambda f: f.update(state=8.0), "a state of 8 bytes, and of 0 in its repetition"),
+    ]:
+        (found,) = edited(change)
+        assert found.startswith(sentence)
 
 
 def test_a_check_has_one_level_for_all_tasks() -> None:
