@@ -92,9 +92,9 @@ _ROUNDS: Values = {"local_steps": 10}
 
 ENTRIES: dict[str, Settings] = {
     "all-reduce": _method("all-reduce", late=False),
+    "d-psgd": _method("dpsgd"),
     # Data-parallel training: one optimizer, where all-reduce averages the steps of several.
     "mean-gradient": _gradients("ef-sgd", optimizer_compressor="identity"),
-    "d-psgd": _method("dpsgd"),
     "d-psgd-exponential": _method("dpsgd", topology="one-peer-exponential", late=False),
     "d-psgd-asynchronous": {
         LATE: _rates({"optimizer": "dpsgd", "gossip": "asynchronous"}, _OF_SGD)
