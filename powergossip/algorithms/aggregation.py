@@ -50,10 +50,12 @@ class Aggregation(Protocol):
 
     def at_epoch(self, epoch: float) -> None:
         """Follow schedules. Called before each step with the fractional epoch."""
+        return
 
     def at_learning_rate(self, *rates: float) -> None:
         """Set the learning rate of the next step: one for all tensors, or one for each, in the
         order of layout.shapes."""
+        return
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next step depends on besides the gradient: [worker, ...]."""
@@ -61,6 +63,7 @@ class Aggregation(Protocol):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state returned by `state_dict()`."""
+        return
 
 
 class OwnsMomentum(Aggregation, Protocol):

@@ -10,6 +10,7 @@ from powergossip.algorithms import aggregation, learning, rates, torch_powersgd
 from powergossip.network import Network
 from powergossip.parameters import Layout, Parameters
 from powergossip.topologies import Topology
+from powergossip.training import trials
 from powergossip.training.config import Settings
 from powergossip.training.config_checks import (
     data_differ,
@@ -94,8 +95,12 @@ def check_method(c: Settings, network: Network) -> str:
         if c.overlapping is not None:
             learning.check_overlapping(c.learning, c.optimizer, averaging, c.overlapping)
         hint = _hint(c, network, averaging)
+        if trials.are_needed(c):
+            trials.try_averaging(c, network.topology, partial(make_averaging, c))
     elif c.optimizer in aggregation.AGGREGATIONS:
         owns_momentum = _make_aggregation(c, network, layout).owns_momentum
+        if trials.are_needed(c):
+            trials.try_aggregation(c, network.topology, partial(_make_aggregation, c))
         if owns_momentum and c.local_optimizer != "sgd":
             raise ValueError(
                 f"local_optimizer={c.local_optimizer}: {c.optimizer} corrects the momentum of "
