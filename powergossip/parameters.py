@@ -304,7 +304,7 @@ class Parameters:
         workers = len(self.models)
         self.x = aligned(workers, self.layout.size, dtype, device)
         self.grad = aligned(workers, self.layout.size, dtype, device).zero_()
-        self.buffers = self.x.new_empty(workers, self.buffer_layout.size)
+        self.buffers = aligned(workers, self.buffer_layout.size, dtype, device)
         for worker, model in enumerate(self.models):
             model.to(device)
             views = self.layout.tensors(self.x[worker])
@@ -319,6 +319,7 @@ class Parameters:
                 view.copy_(buffer)
                 owner, _, leaf = name.rpartition(".")
                 model.get_submodule(owner)._buffers[leaf] = view
+            _batch_norm_without_cudnn(model)
 
     @staticmethod
     def _dtype(model: nn.Module) -> torch.dtype:
@@ -345,6 +346,36 @@ def aligned(rows: int, size: int, dtype: torch.dtype, device: torch.device | Non
     per_line = 64 // dtype.itemsize
     width = -(-size // per_line) * per_line
     return torch.empty(rows, width, dtype=dtype, device=device)[:, :size]
+
+
+def is_misaligned(view: Tensor) -> bool:
+    """Whether a view on a GPU begins in the middle of 16 bytes. Kernels for GPUs may read 16 bytes
+    at a time without a check. cuDNN's batch norm does where channels are the last axis in memory.
+    """
+    return view.is_cuda and view.storage_offset() * view.itemsize % 16 != 0
+
+
+def _batch_norm_without_cudnn(model: nn.Module) -> None:
+    """Batch norm layers with misaligned tensors are computed by PyTorch's own kernels."""
+    for module in model.modules():
+        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and any(map(is_misaligned, own)):
+            module.register_forward_pre_hook(_pause_cudnn)
+            module.register_forward_hook(_resume_cudnn, always_call=True)
+
+
+_paused: list[bool] = []
+
+
+def _pause_cudnn(*_: Any) -> None:
+    if not torch.compiler.is_compiling():  # a compiled layer has no kernel of cuDNN
+        _paused.append(torch.backends.cudnn.enabled)
+        torch.backends.cudnn.enabled = False
+
+
+def _resume_cudnn(*_: Any) -> None:
+    if not torch.compiler.is_compiling():
+        torch.backends.cudnn.enabled = _paused.pop()
 
 
 def _float_buffers(model: nn.Module) -> dict[str, Tensor]:

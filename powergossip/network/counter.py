@@ -34,6 +34,6 @@ class Counter:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state returned by `state_dict()`."""
-        self.bits[:] = state["bits"].numpy()
-        self.messages[:] = state["messages"].numpy()
+        """Restore the state returned by `state_dict()`, on any device."""
+        self.bits[:] = state["bits"].cpu().numpy()
+        self.messages[:] = state["messages"].cpu().numpy()

@@ -37,8 +37,11 @@ class Connection:
         """Whether messages between processes pass through host memory."""
         if self._stage is not None:
             return self._stage
-        on_gpu = self.device.type == "cuda"
-        return on_gpu and self.channel is not None and not self.channel.direct
+        if self.device.type != "cuda":
+            return False
+        if self.processes.can_be_lost:  # they have no channel, but copy messages themselves
+            return True
+        return self.channel is not None and not self.channel.direct
 
     @cached_property
     def stream_ordered(self) -> bool:

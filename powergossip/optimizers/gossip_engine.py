@@ -32,7 +32,7 @@ from powergossip.optimizers.sharded_parameters import (
     write,
 )
 from powergossip.optimizers.specification import Specification
-from powergossip.parameters import PRECISIONS, Layout, check_parameters
+from powergossip.parameters import PRECISIONS, Layout, check_parameters, is_misaligned
 
 DTYPES = (*PRECISIONS, *HALF)  # of trainable parameters
 
@@ -46,7 +46,7 @@ class _Part:
     """Trainable parameters of one dtype that were added together, and their learning rule.
 
     Attributes:
-        x: Memory of the parameters after `allocate`, otherwise a copy: [1, D], float32 or float64.
+        x: Memory of the parameters after `allocate`, or a copy of them: [1, D], float32 or float64.
         rule: The learning rule, which has the averaging algorithm.
     """
 
@@ -67,35 +67,39 @@ class _Part:
         size, dtype = self.layout.size, working_dtype(parameters)
         self.x = memory(parameters[0]).new_empty(1, size, dtype=dtype)
         self._views = self.layout.tensors(self.x[0])
-        self._addresses: list[int] = []  # after `allocate`
+        # Parameters that are views of x, and their addresses. The others, whose values are copied.
+        self._moved: list[tuple[Tensor, int]] = []
+        self._copied = [*zip(parameters, self._views, strict=True)]
         self.rule = make_rule(parameters, self.layout, self.x)
 
     def allocate(self, move: bool) -> None:
-        """Give x its values. `move`: parameters become views of it, if they have its dtype and are
-        whole in this process."""
+        """Give x its values. `move`: parameters become views of it, if they have its dtype, are
+        whole in this process, and are aligned."""
         self.load()
         if (
             move
             and type(self.parameters[0].data) is Tensor
             and self.parameters[0].dtype == self.x.dtype
         ):
-            for parameter, view in zip(self.parameters, self._views, strict=True):
-                parameter.data = view
-            self._addresses = [view.data_ptr() for view in self._views]
+            both, self._copied = self._copied, []
+            for parameter, view in both:
+                if is_misaligned(view):
+                    self._copied.append((parameter, view))
+                else:
+                    parameter.data = view
+                    self._moved.append((parameter, view.data_ptr()))
 
     def load(self) -> None:
-        """x ← the parameters."""
-        if not self._addresses:
-            with torch.no_grad():
-                for parameter, view in zip(self.parameters, self._views, strict=True):
-                    view.copy_(block(parameter))
+        """x ← the parameters that are no views of it."""
+        with torch.no_grad():
+            for parameter, view in self._copied:
+                view.copy_(block(parameter))
 
     def store(self) -> None:
-        """The parameters ← x, rounded to their dtype."""
-        if not self._addresses:
-            with torch.no_grad():
-                for parameter, view in zip(self.parameters, self._views, strict=True):
-                    write(view, parameter)
+        """The parameters that are no views of x ← x, rounded to their dtype."""
+        with torch.no_grad():
+            for parameter, view in self._copied:
+                write(view, parameter)
 
     def start(self) -> Conversation | None:
         """The messages of the learning rule before the local update."""
@@ -136,7 +140,7 @@ class _Part:
 
     def check_memory(self, owner: str) -> None:
         """Raise RuntimeError if a parameter is no longer a view of x."""
-        for parameter, address in zip(self.parameters, self._addresses, strict=False):
+        for parameter, address in self._moved:
             if parameter.data_ptr() != address:
                 raise RuntimeError(
                     f"a parameter of shape {tuple(parameter.shape)} has other memory than when "

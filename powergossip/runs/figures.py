@@ -377,6 +377,8 @@ def _draw(
     fitting = int(12 * (0.6 + width * across) / longest)  # about 12 characters in an inch
     beside = max(1, min(len(names), max(3, 2 * across), fitting))
     figure.legend(lines, names, loc="outside lower center", ncols=beside, frameon=False)
+    more = max(0, ceil(len(names) / beside) - 4)  # rows of a long legend, 0.2 inches each
+    figure.set_figheight(figure.get_figheight() + 0.2 * more)
     figure.savefig(path, dpi=150)
 
 

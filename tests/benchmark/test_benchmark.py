@@ -888,6 +888,12 @@ def test_a_page_has_the_figures_of_its_results_only(tmp_path: Path) -> None:
         assert (tmp_path / "benchmark.md").read_text().count(".svg") == figures
 
 
+@pytest.mark.filterwarnings("error")  # matplotlib warns of a figure that is too small
+def test_a_figure_has_space_for_many_entries(tmp_path: Path) -> None:
+    lines = [line(0.5, name=f"an entry with the long name {i}") for i in range(50)]
+    assert page.draw(lines, tmp_path / "figure.svg")
+
+
 def test_a_click_sorts_numbers_by_their_size_and_before_texts() -> None:
     node = shutil.which("node")
     if node is None:

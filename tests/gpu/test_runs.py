@@ -23,6 +23,7 @@ ARGUMENTS = [
     *("task_options.samples=64", "task_options.size=8", "batch_size=4"),
     *("n_workers=4", "log_verbosity=0", "seed=1"),
 ]
+SMALL_TEXT = ["task_options={samples: 64, words: 20, length: 24, width: 32, layers: 2}"]
 
 
 @pytest.fixture(autouse=True)
@@ -52,6 +53,25 @@ def test_runs_that_change_the_device_are_those_of_the_cpu(
         for epochs, place in enumerate(devices, start=1):
             x = run(tmp_path / str(index), epochs, f"optimizer={method}", f"device={place}")
         assert difference(x, expected).off <= OFF, devices
+
+
+@pytest.mark.parametrize("batched", ["off", "on"])
+@pytest.mark.parametrize("model", ["ResNet20", "transformer"])
+def test_a_step_is_that_of_the_cpu(
+    model: str, batched: str, device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The parameters of ResNet-20's batch norm begin after a vector of 10 elements, in the middle
+    of 16 bytes. One step: with batch norm, further ones multiply differences of rounding."""
+    given = ["max_steps_per_epoch=1", f"batched_gradients={batched}"]
+    if model == "ResNet20":
+        given += ["task_architecture=ResNet20"]
+    else:
+        given += ["task=environment.gpu.tasks:text", "task_architecture=null", *SMALL_TEXT]
+    x = [
+        trained(monkeypatch, tmp_path / str(place), 1, *given, f"device={place}")
+        for place in ("cpu", device)
+    ]
+    assert difference(x[1], x[0]).largest <= 0.05
 
 
 @pytest.mark.slow

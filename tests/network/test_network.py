@@ -27,6 +27,8 @@ from powergossip.network import (
     processes,
     together,
 )
+from powergossip.network.counter import Counter
+from powergossip.network.device_channel import Connection
 from powergossip.network.posting import Delivery
 
 TOPOLOGIES = ["ring", "star", "chain", "unidirectional-ring", "exponential", "fully-connected"]
@@ -549,3 +551,33 @@ def test_one_process_of_a_host_finishes_before_the_others_begin() -> None:
         return (folder / "data").exists()
 
     assert comm.one_by_one(action)
+
+
+class Survivors(Processes):
+    """Processes without a channel: they copy messages to the host themselves."""
+
+    can_be_lost = True
+    size = 2
+
+
+@pytest.mark.parametrize(("device", "staged"), [("cuda", True), ("cpu", False)])
+def test_messages_of_processes_that_can_be_lost_are_staged(device: str, staged: bool) -> None:
+    assert Connection(Survivors(), torch.device(device)).stage == staged
+
+
+def test_counts_are_loaded_from_any_device() -> None:
+    """A state may be loaded to a GPU as a whole."""
+    counter = Counter(3)
+    counter.add(1, 8)
+
+    class OnDevice:
+        def __init__(self, values: Tensor):
+            self._values = values
+
+        def cpu(self) -> Tensor:
+            return self._values
+
+    other = Counter(3)
+    other.load_state_dict({name: OnDevice(v) for name, v in counter.state_dict().items()})
+    assert (other.bits == [0, 8, 0]).all()
+    assert (other.messages == [0, 1, 0]).all()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from powergossip import algorithms, topologies
 from powergossip.errors import BadInput
 from powergossip.network import Network, processes
-from powergossip.optimizers import GossipOptimizer, gossip
+from powergossip.optimizers import GossipOptimizer, gossip, gossip_engine
 from powergossip.optimizers.gossip import Specification
 from powergossip.parameters import Layout
 from tests.harness import launch
@@ -83,6 +83,35 @@ def test_gossip_keeps_the_mean_and_brings_workers_together() -> None:
         assert (after.mean(0) - before.mean(0)).abs().max() < 1e-5, name
         # Moniqua has noise of size θ.
         assert after.std(0).norm() < 0.5 * before.std(0).norm(), name
+
+
+@pytest.mark.parallel([4])
+@pytest.mark.parametrize("learning", ["dpsgd", "gradient-tracking"])
+def test_misaligned_parameters_stay_where_they_are(
+    learning: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU. The values are those of parameters that are moved, to the bit."""
+    found = []
+    for misaligned in ([], [(4,), (3,)], [(5, 6)]):
+
+        def is_misaligned(view: Tensor, shapes: Any = misaligned) -> bool:
+            return tuple(view.shape) in shapes
+
+        monkeypatch.setattr(gossip_engine, "is_misaligned", is_misaligned)
+        model = mlp(processes().rank)
+        before = {p: p.data_ptr() for p in model.parameters()}
+        optimizer = GossipOptimizer(OPTIMIZERS["sgd"](model), "power-gossip", learning=learning)
+        run(model, optimizer, range(5))
+        state = optimizer.state_dict()
+        with optimizer.mean_model():
+            mean = everywhere(model)
+        optimizer.load_state_dict(state)
+        run(model, optimizer, range(5, 10))
+        found.append((mean, everywhere(model)))
+        stay = [tuple(p.shape) for p, address in before.items() if p.data_ptr() == address]
+        assert stay == misaligned
+    for both in zip(*found, strict=True):
+        assert all(torch.equal(x, both[0]) for x in both[1:])
 
 
 @pytest.mark.parallel([4])

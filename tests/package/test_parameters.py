@@ -8,7 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from powergossip import parameters
 from powergossip.parameters import Layout, Parameters, batches, matrix_shape, put_in, take_out
+from tests.harness.fake_device import CUDA, fake_device
 
 shapes_of_tensors = st.lists(
     st.lists(st.integers(1, 5), max_size=4).map(tuple), min_size=1, max_size=8
@@ -161,3 +163,48 @@ def test_weight_decay_spares_normalization_layers() -> None:
 def test_shapes_and_marks_must_match() -> None:
     with pytest.raises(ValueError, match=r"decayed.* 1 .*: use 2"):
         Layout([(1,), (2,)], decayed=[True])
+
+
+class Net(nn.Module):
+    def __init__(self, norm: nn.Module, labels: int):
+        super().__init__()
+        self.norm, self.output = norm, nn.Linear(8, labels)
+
+
+@pytest.mark.parametrize(
+    ("norm", "labels", "misaligned"),
+    [
+        (nn.BatchNorm2d(8), 8, False),
+        (nn.BatchNorm2d(8), 10, True),
+        (nn.BatchNorm2d(6), 8, True),  # its bias
+        (nn.GroupNorm(2, 8), 10, False),  # PyTorch's own kernels
+    ],
+)
+def test_batch_norm_of_misaligned_tensors_is_without_cudnn(
+    norm: nn.Module, labels: int, misaligned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU. Also if the layer raises."""
+    monkeypatch.setattr(parameters, "check_parameters", lambda *_, **__: None)
+    monkeypatch.setattr(torch.backends.cudnn, "enabled", True)
+    with fake_device():
+        Parameters([Net(norm, labels)], CUDA)
+    seen = []
+
+    def forward(fails: bool) -> None:
+        seen.append(torch.backends.cudnn.enabled)
+        if fails:
+            raise ZeroDivisionError
+
+    monkeypatch.setattr(norm, "forward", forward)
+    norm(False)
+    assert torch.backends.cudnn.enabled
+    with pytest.raises(ZeroDivisionError):
+        norm(True)
+    assert torch.backends.cudnn.enabled
+    assert seen == [not misaligned] * 2
+
+
+def test_rows_of_buffers_begin_at_a_multiple_of_64_bytes() -> None:
+    found = Parameters([nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)) for _ in range(3)])
+    for memory in (found.x, found.grad, found.buffers):
+        assert {row.storage_offset() * row.itemsize % 64 for row in memory} == {0}
