@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from powergossip import __version__
 from powergossip.benchmark.entries import Entry
 from powergossip.benchmark.tasks import (
     FINAL,
@@ -20,7 +19,6 @@ from powergossip.benchmark.tasks import (
     Values,
 )
 from powergossip.errors import BadInput
-from powergossip.runner import runner
 from powergossip.runner.runner import Experiment, Folder, Run
 
 PROGRAM = "powergossip.benchmark.program"
@@ -110,7 +108,6 @@ class Campaign:
                     {key: run[key] for key in ("seed", "diverged", "evaluations")} for run in runs
                 ],
                 **final,
-                "made": circumstances(),
             }
         return found
 
@@ -125,8 +122,3 @@ def score(task: BenchmarkTask, run: Mapping[str, Any]) -> float:
 
 def _finite(number: float) -> float | None:
     return number if math.isfinite(number) else None
-
-
-def circumstances() -> dict[str, Any]:
-    """Versions, machine and date."""
-    return {"package": __version__, **runner.circumstances()}

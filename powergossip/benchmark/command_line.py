@@ -6,7 +6,7 @@
     powergossip-benchmark run d-psgd --task fashion_mnist_sorted
     powergossip-benchmark show                      tables of all entries
     powergossip-benchmark show my_method            and the method beside each of the others
-    powergossip-benchmark check my_method.json      whether a file of results is right
+    powergossip-benchmark check my_method           whether its results are complete and sound
 
 my_method.py registers a method and has SETTINGS, the settings to try: with SGD for images, and
 with AdamW for text.
@@ -148,7 +148,9 @@ def _run(options: argparse.Namespace) -> None:
     if results:
         path, note = submissions.save(entry, options.tier, results, options.folder)
         print(f"{note}\n" * bool(note), end="")
-        print(f"results: {path}; beside the others: powergossip-benchmark show {entry.name}")
+        where = "" if options.folder == OUTPUT else f" --folder {options.folder}"
+        show = f"powergossip-benchmark show {entry.name}{where}"
+        print(f"results: {path}; beside the others: {show}")
     if failed:
         sys.exit(1)
 
@@ -205,9 +207,9 @@ def _check(options: argparse.Namespace) -> None:
         raise BadInput(f"there is no repetition {repeated}; run {path} --folder {options.folder}")
     wrong = submissions.problems(found, again)
     if wrong:
-        raise BadInput(f"{path} is wrong: {'; '.join(wrong)}")
+        raise BadInput(f"{path} is not valid: {'; '.join(wrong)}")
     tasks = [f"{len(of)} of {len(TASKS)} tasks in {tier}" for tier, of in found["tiers"].items()]
-    print(f"{path} is right: {', '.join(tasks)}")
+    print(f"{path} is valid: {', '.join(tasks)}")
     if again:
         print(f"{len(submissions.common_tasks(found, again))} of them agree with {repeated}")
 

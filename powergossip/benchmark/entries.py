@@ -84,13 +84,24 @@ def find(text: str) -> Entry:
     try:
         found = json.loads(content)
         name, source = found["name"], found["source"]
+        if not isinstance(source, str):
+            raise ValueError
     except (ValueError, TypeError, KeyError) as error:
         raise BadInput(f"{path} is no file of results; `run` writes them") from error
-    return of_source(source, path) if source else find(name)
+    check_name(name)
+    if source:
+        return of_source(source, path, name)
+    if name not in library.ENTRIES:
+        raise BadInput(f'{path} has no source, and the library no entry "{name}"')
+    return find(name)
 
 
-def of_source(source: str, path: Path) -> Entry:
-    """The entry of a user's file with this text, which is executed. Raises BadInput."""
+def of_source(source: str, path: Path, name: str | None = None) -> Entry:
+    """The entry of a user's file with this text, which is executed. Raises BadInput.
+
+    Args:
+        name: Its name where the file has none. None: that of the path.
+    """
     module = ModuleType("benchmark_entry")
     module.__file__ = str(path)
     sys.modules[module.__name__] = module  # for dataclasses and pickle
@@ -106,7 +117,7 @@ def of_source(source: str, path: Path) -> Entry:
     settings = getattr(module, "SETTINGS", None)
     if not settings:
         raise BadInput(f"{path} has no SETTINGS; use a list of settings, or one for each task")
-    return _entry(str(getattr(module, "NAME", None) or path.stem), source, settings)
+    return _entry(str(getattr(module, "NAME", None) or name or path.stem), source, settings)
 
 
 def _where(error: Exception, path: Path) -> str:

@@ -26,14 +26,18 @@ def text(entries: Entries, tier: str, tasks: Sequence[str] | None, chosen: str |
     parts = []
     for task in _of(tasks):
         found, others = lines(task, tier, entries)
-        if not found:
-            continue
-        parts.append(f"{_title(task)}, {tier}\n\n{formatting.plain(table(found))}")
         own = next((line for line in found if line.name == chosen), None)
+        if chosen and own is None and chosen not in others:
+            continue  # it takes no part in the task
+        of_task = [formatting.plain(table(found))] if found else []
         if own is not None and len(found) > 1:
-            parts.append(formatting.plain(pairs(own, found)))
+            of_task.append(formatting.plain(pairs(own, found)))
         if others:
-            parts.append(f"  not compared, with other data or another version: {', '.join(others)}")
+            of_task.append(
+                f"  not compared, with other data or another version: {', '.join(others)}"
+            )
+        if of_task:
+            parts += [f"{_title(task)}, {tier}", *of_task]
     return (
         "\n\n".join(parts) + "\n"
         if parts
@@ -110,8 +114,9 @@ def table(found: Sequence[Line]) -> Table:
 
 
 def pairs(own: Line, found: Sequence[Line]) -> Table:
-    """An entry beside each of the others: mean difference over seeds, interval, verdict."""
-    rows = [[f"{own.name} beside", "difference", "verdict"]]
+    """An entry beside each of the others: mean difference over seeds, interval, verdict, and its
+    megabytes as a multiple of theirs."""
+    rows = [[f"{own.name} beside", "difference", "verdict", "× MB sent"]]
     for line in found:
         if line is own:
             continue
@@ -124,8 +129,15 @@ def pairs(own: Line, found: Sequence[Line]) -> Table:
             if math.isnan(of.difference)
             else f"{factor * of.difference:+.{places}f} ± {factor * of.margin:.{places}f}"
         )
-        rows.append([line.name, difference, of.verdict])
+        rows.append([line.name, difference, of.verdict, _multiple(own.last("MB"), line.last("MB"))])
     return rows
+
+
+def _multiple(of: Sequence[float], than: Sequence[float]) -> str:
+    """The mean of values as a multiple of that of others."""
+    if not of or not any(than):
+        return ""
+    return f"{sum(of) / len(of) * len(than) / sum(than):.3g}"
 
 
 def draw(found: Sequence[Line], path: Path) -> bool:

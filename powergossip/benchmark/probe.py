@@ -1,14 +1,16 @@
 """Whether workers learn of each other by messages only.
 
 All workers of a benchmark are in one process, where a method could read the models and gradients of
-others. So it makes some steps with zeros in place of all messages, twice: a change of worker 0 must
+others. So it makes some steps with zeros in place of all messages: a change of some workers must
 then not change the others. Aggregations are not tried: their mean is equal in all workers, so that
 one process may compute it once.
 """
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterator
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -25,7 +27,8 @@ from powergossip.trees import map_tensors
 SIZE = 16  # rows and columns of the matrices
 STEPS, SILENT_STEPS = 10, 3
 
-Steps = Callable[[int], Tensor]  # makes steps and returns rows of the workers
+# Makes steps from models in which those of some workers are others. Returns rows of the workers.
+Try = Callable[[Network, Tensor, int], Tensor]
 
 
 class SilentNetwork(Network):
@@ -62,42 +65,52 @@ def probe_learning(c: Settings, topology: Topology) -> None:
         _check(c.learning, topology, partial(_of_learning, c))
 
 
-def _check(
-    name: str, topology: Topology, make: Callable[[Network, float], Steps], changes_x: bool = False
-) -> None:
-    network = Network(topology, Processes())
-    steps = make(network, 0.0)
-    silent = [make(SilentNetwork(topology, Processes()), change) for change in (0.0, 1.0)]
-    try:
-        x, first, second = steps(STEPS), *(of(SILENT_STEPS)[1:] for of in silent)
-    except Exception as error:
-        raise BadInput(f"a step of {name} fails: {type(error).__name__}: {error}") from error
-    if changes_x and torch.equal(x, _rows(network, 0.0)):
-        raise BadInput(f"{name} does not change x; a step changes it in place")
-    if not torch.allclose(first, second, rtol=1e-3, atol=1e-5, equal_nan=True):
-        raise BadInput(
-            f"{name} changes a worker's model by that of another one, without a message; the rows "
-            "of x are the models of different workers"
-        )
+def _check(name: str, topology: Topology, attempt: Try, changes_x: bool = False) -> None:
+    n = topology.n_workers
+
+    def made(kind: type[Network], changed: Tensor, steps: int) -> Tensor:
+        for seed in (torch.manual_seed, random.seed, np.random.seed):
+            seed(1)
+        try:
+            return attempt(kind(topology, Processes()), _rows(changed), steps)
+        except ValueError:  # of options
+            raise
+        except Exception as error:
+            raise BadInput(f"{name} fails: {type(error).__name__}: {error}") from error
+
+    nobody = torch.zeros(n, dtype=torch.bool)
+    if changes_x and torch.equal(made(Network, nobody, STEPS), _rows(nobody)):
+        raise BadInput(f"{name} does not change x in {STEPS} steps; a step changes it in place")
+    as_they_are = made(SilentNetwork, nobody, SILENT_STEPS)
+    for changed in _halves(n):
+        others = made(SilentNetwork, changed, SILENT_STEPS)[~changed]
+        if not torch.allclose(others, as_they_are[~changed], rtol=1e-3, atol=1e-5, equal_nan=True):
+            raise BadInput(
+                f"{name} changes a worker's model by that of another one, without a message; the "
+                "rows of x are the models of different workers"
+            )
 
 
-def _rows(network: Network, change: float) -> Tensor:
-    """Vectors of the workers [worker, D], where that of worker 0 is another one by `change`."""
-    x = torch.randn(network.rows, SIZE**2, generator=torch.Generator().manual_seed(1))
-    x[0] += change
+def _halves(n: int) -> Iterator[Tensor]:
+    """Sets of workers, bool [worker]: of any two workers, each is without the other in one."""
+    workers = torch.arange(n)
+    for bit in range((n - 1).bit_length()):
+        for value in (0, 1):
+            yield (workers >> bit & 1) == value
+
+
+def _rows(changed: Tensor) -> Tensor:
+    """Vectors of the workers [worker, D], where those of some workers are others."""
+    generator = torch.Generator().manual_seed(1)
+    x, other = torch.randn(2, len(changed), SIZE**2, generator=generator).unbind()
+    return x + other * changed[:, None]
+
+
+def _of_averaging(own: Values, network: Network, x: Tensor, steps: int) -> Tensor:
+    rule = averaging(own, network, SIZE)
+    for _ in range(steps):
+        network.run(rule.step(x))
     return x
-
-
-def _of_averaging(own: Values, network: Network, change: float) -> Steps:
-    rule, x = averaging(own, network, SIZE), _rows(network, change)
-
-    def steps(number: int) -> Tensor:
-        torch.manual_seed(1)
-        for _ in range(number):
-            network.run(rule.step(x))
-        return x
-
-    return steps
 
 
 def averaging(own: Values, network: Network, size: int) -> algorithms.Averaging:
@@ -106,18 +119,13 @@ def averaging(own: Values, network: Network, size: int) -> algorithms.Averaging:
     return algorithms.make(own["optimizer"], network, Layout([(size, size)]), **options)
 
 
-def _of_learning(c: Settings, network: Network, change: float) -> Steps:
+def _of_learning(c: Settings, network: Network, x: Tensor, steps: int) -> Tensor:
     parameters = Parameters([nn.Linear(SIZE, SIZE, bias=False) for _ in network.workers])
-    parameters.x.copy_(_rows(network, change))
+    parameters.x.copy_(x)
     method = make_method(c, network, parameters, STEPS)
-
-    def steps(number: int) -> Tensor:
-        torch.manual_seed(1)
-        for _ in range(number * c.local_steps):
-            method.at_epoch(0.0)
-            method.rule.start()
-            parameters.grad += _rows(network, change)
-            method.rule.finish()
-        return parameters.x
-
-    return steps
+    for _ in range(steps * c.local_steps):
+        method.at_epoch(0.0)
+        method.rule.start()
+        parameters.grad += x
+        method.rule.finish()
+    return parameters.x

@@ -21,7 +21,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import ConfigKeyError
 
 import train
-from powergossip import algorithms, compressors, options
+from powergossip import __version__, algorithms, compressors, options
 from powergossip.algorithms import aggregation
 from powergossip.benchmark import data, entries, measuring
 from powergossip.benchmark.entries import DPSGD
@@ -29,6 +29,7 @@ from powergossip.benchmark.probe import averaging, probe, probe_learning
 from powergossip.benchmark.tasks import FINAL, OPTION, RESULT, TASKS, BenchmarkTask, Values
 from powergossip.errors import BadInput, Diverged
 from powergossip.network import Network, Processes
+from powergossip.runner.runner import circumstances
 from powergossip.runs import configuration, metrics
 from powergossip.runs.atomic_files import write_atomically
 from powergossip.training.config_checks import checked
@@ -72,6 +73,7 @@ def main(arguments: Sequence[str]) -> None:
     if final:
         last = folder / f"0-{seeds[0]}"
         result |= measuring.cost(task, values, settings[0], runs[0], last)
+        result["made"] = {"package": __version__, **circumstances()}
     write_atomically(folder / RESULT, json.dumps(result, indent=1) + "\n")
 
 
@@ -81,6 +83,8 @@ def check(task: BenchmarkTask, tier: str, setting: Values) -> None:
     own = values | setting
     try:
         topology = measuring.graph(own, 1)
+        if task.is_consensus and own["optimizer"] not in algorithms.AVERAGING:
+            raise BadInput(f'optimizer "{own["optimizer"]}" is no averaging rule')
         probe(own, topology)
         if not task.is_consensus:
             config = checked(

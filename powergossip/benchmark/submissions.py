@@ -35,7 +35,7 @@ def save(entry: Entry, tier: str, tasks: Mapping[str, Any], folder: Path) -> tup
     if path.exists():
         before = read(path)
         if before["source"] == entry.source:
-            content = before
+            content["tiers"] = before["tiers"]
         else:
             kept = next(p for p in _before(path) if not p.exists())
             path.replace(kept)
@@ -66,11 +66,11 @@ def _rounded(value: Any) -> Any:
 def read(path: Path) -> dict[str, Any]:
     """A file of results. Raises BadInput."""
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(path.read_text(), parse_constant=_no_number)
         for of_tier in found["tiers"].values():
             for name, of_task in of_tier.items():
                 _check_results(name, of_task)
-        ok = isinstance(found["source"], str)
+        ok = isinstance(found["source"], str) and isinstance(found["name"], str)
     except OSError as error:
         raise BadInput(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, TypeError, KeyError, AttributeError):
@@ -79,6 +79,10 @@ def read(path: Path) -> dict[str, Any]:
         raise BadInput(f"{path} is no file of results; `run` writes them")
     entries.check_name(found["name"])
     return dict(found)
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is no finite number")
 
 
 def _check_results(name: str, of_task: Mapping[str, Any]) -> None:
@@ -144,12 +148,15 @@ def problems(found: Mapping[str, Any], again: Mapping[str, Any] | None = None) -
             if name not in TASKS:
                 missing.append(f"the task {name} is unknown")
                 continue
-            missing += [f"{where}: {text}" for text in _problems(TASKS[name], tier, of_task)]
+            of_file = _problems(TASKS[name], tier, of_task)
+            missing += [f"{where}: {text}" for text in of_file]
             repetition = (again or {"tiers": {}})["tiers"].get(tier, {}).get(name)
             if repetition and not same_data(TASKS[name], of_task["data"], repetition["data"]):
                 missing.append(f"{where}: other data than in its repetition")
             if again and (tier, name) in repeated:
                 pair = of_task, again["tiers"][tier][name]
+                of_again = [t for t in _problems(TASKS[name], tier, pair[1]) if t not in of_file]
+                missing += [f"{where}, in its repetition: {text}" for text in of_again]
                 level = 1 - (1 - LEVEL) / len(repeated)  # of all tasks together: LEVEL
                 missing += [f"{where}: {t}" for t in _differing(TASKS[name], *pair, level)]
     if not tiers.get(QUICK):
@@ -211,7 +218,8 @@ def _differing_evaluations(own: Line, repeated: Line, level: float) -> list[str]
         return []
     found = [of[seed] for of in of_steps for seed in seeds]
     steps = sorted(set.intersection(*map(set, found)))
-    if len(steps) < max(map(len, found)) - (EARLIER if own.task.is_consensus else 0):
+    fewest = max(map(len, found)) - (EARLIER if own.task.is_consensus else 0)
+    if len(steps) < max(1, fewest):
         return ["evaluations after other steps than those of its repetition"]
     each = 1 - (1 - level) / len(steps) / 2  # of two values
     for step in steps:

@@ -315,16 +315,18 @@ def _of_file(config: DictConfig, file: str) -> list[_Assignment]:
     ]
 
 
-def _is_of_own_method(config: DictConfig, key: str) -> bool:
+def _is_of_own_method(config: DictConfig, key: object) -> bool:
     """Whether a saved key is an option of a script's own method. Its row has the value."""
-    return key not in config and key.startswith(OPTION)
+    return key not in config and str(key).startswith(OPTION)
 
 
 def _of_saved_run(config: DictConfig, file: Path) -> list[_Assignment]:
     """The values of a run's config.yaml, for keys that have their defaults in `config`."""
     changed_before = set_by_driver(config)
     return [
-        _Assignment(key, value, Origin(f"{file}, line {line}", False), f"{file}, line {line}: ")
+        _Assignment(
+            str(key), value, Origin(f"{file}, line {line}", False), f"{file}, line {line}: "
+        )
         for key, (value, line) in _read_yaml(str(file), file).items()
         if key not in changed_before and not _is_of_own_method(config, key)
     ]

@@ -3,8 +3,10 @@
 import copy
 import dataclasses
 import hashlib
+import itertools
 import json
 import math
+import random
 import re
 import shutil
 import subprocess
@@ -15,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import networkx as nx
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -504,12 +507,12 @@ def to_something_else(x: Tensor) -> Any:
     [
         (to_the_mean, "changes a worker's model by that of another one, without a message"),
         (to_a_neighbor, "changes a worker's model by that of another one, without a message"),
-        (to_something_else, "does not change x; a step changes it in place"),
+        (to_something_else, "does not change x in 10 steps; a step changes it in place"),
         (to_a_tensor, "yielded Tensor; use ToAll, ToEach, Mean or Gather"),
         (to_one_message, r"ToAll of a tensor \(256,\): use one of shape \(8, ...\)"),
         (to_one_mean, r"Mean of a tensor \(256,\): use one of shape \(8, ...\)"),
         (lambda x: None, "returned NoneType; use a generator"),
-        (with_an_error, "a step of mine fails: KeyError: 'nothing'"),
+        (with_an_error, "mine fails: KeyError: 'nothing'"),
     ],
 )
 @pytest.mark.parametrize("task", ["consensus_random", "text_same"])
@@ -558,6 +561,51 @@ def test_a_learning_rule_learns_of_others_by_messages_only(
     setting = {"optimizer": "power-gossip", "learning": "mine", "local_steps": 10}
     with nullcontext() if leak is None else pytest.raises(BadInput, match="mine changes a worker"):
         program.check(TASKS["text_same"], QUICK, setting)
+
+
+@pytest.mark.parametrize(("receiver", "source"), list(itertools.permutations(range(5), 2)))
+def test_no_worker_has_the_model_of_another_one(
+    receiver: int, source: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Mine(Half):
+        def step(self, x: Tensor) -> Any:
+            x[receiver] += 0.1 * x[source]
+            yield ToAll(x)
+
+    monkeypatch.setitem(AVERAGING, "mine", Mine)
+    with pytest.raises(BadInput, match="mine changes a worker's model"):
+        probe({"optimizer": "mine"}, topologies.make("ring", 5))
+
+
+@pytest.mark.parametrize("setting", [{"optimizer": "powersgd"}, {"optimizer": "typo"}])
+def test_consensus_accepts_averaging_rules_only(setting: Values) -> None:
+    with pytest.raises(BadInput, match="is no averaging rule"):
+        program.check(TASKS["consensus_random"], QUICK, setting)
+
+
+@pytest.mark.parametrize(
+    ("draw", "accepted"),
+    [
+        (lambda: torch.rand(()).item(), True),
+        (random.random, True),
+        (np.random.random, True),
+        (lambda: dict[str, float]()["nothing"], False),
+    ],
+)
+@pytest.mark.parametrize("task", ["consensus_random", "text_same"])
+def test_what_a_constructor_may_do(
+    task: str, draw: Callable[[], float], accepted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Mine(Half):
+        def __init__(self, network: Any, layout: Any) -> None:
+            self._weight = draw()
+
+        def step(self, x: Tensor) -> Any:
+            x.lerp_((yield ToAll(x)).mean(1), self._weight * draw())
+
+    monkeypatch.setitem(AVERAGING, "mine", Mine)
+    with nullcontext() if accepted else pytest.raises(BadInput, match="mine fails: KeyError"):
+        program.check(TASKS[task], QUICK, {"optimizer": "mine"})
 
 
 @pytest.mark.parametrize(
@@ -855,7 +903,9 @@ def test_units_and_spread_of_a_table() -> None:
     assert row["worst worker"] == "20.00 ± 0.00"
     assert (row["MB sent"], row["state, MB"], row["averaging, CPU ms"]) == ("10", "2", "3")
     beside = page.pairs(line(0.8, 0.8, 0.8), [other])
-    assert beside[1] == ["b", "+10.00 ± 0.00", "better"]
+    assert beside[1] == ["b", "+10.00 ± 0.00", "better", "1"]
+    assert page.pairs(line(0.8, mb=3.0), [line(0.7, mb=0.1)])[1][-1] == "30"
+    assert page.pairs(line(0.8), [line(0.7, mb=0.0)])[1][-1] == ""
 
 
 def test_an_entry_of_few_tasks_is_not_first_for_that() -> None:
@@ -918,6 +968,69 @@ def test_a_click_sorts_numbers_by_their_size_and_before_texts() -> None:
     assert json.loads(done.stdout) == [*numbers, "", "1 of 3 diverged", "never"]
 
 
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ({"source": "", "tiers": {}}, "is no file of results"),
+        ({"name": 3, "source": "", "tiers": {}}, "is no file of results|NAME is"),
+        ({"name": "x.json", "source": "", "tiers": {}}, "NAME is"),
+        ({"name": "x", "source": None, "tiers": {}}, "is no file of results"),
+        (entry_of("x", result(math.nan)), "is no file of results"),
+    ],
+)
+def test_files_that_are_no_results(
+    content: dict[str, Any], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Commands name them, and `show` and `list` go on without them."""
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps(content))
+    with pytest.raises(BadInput, match=sentence):
+        command_line.main(["check", str(path)])
+    for command in ("show", "list"):
+        command_line.main([command, "--folder", str(tmp_path)])
+        shown = capsys.readouterr()
+        assert "d-psgd" in shown.out
+        assert "left out" in shown.err
+    if not content.get("tiers"):
+        with pytest.raises(BadInput, match=sentence):
+            command_line.main(["run", str(path), "--folder", str(tmp_path)])
+
+
+def test_a_file_without_source_is_of_an_entry_of_the_library(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    for name in ("d-psgd", "unknown"):
+        path.write_text(json.dumps({"name": name, "source": "", "tiers": {}}))
+        with nullcontext() if name == "d-psgd" else pytest.raises(BadInput, match='no entry "unk'):
+            assert entries.find(str(path)).name == name
+
+
+def test_an_entry_keeps_its_name_where_files_are_renamed_or_copied(tmp_path: Path) -> None:
+    source = written(tmp_path, [{"optimizer": "half"}]).read_text()
+    entry = entries.find(str(tmp_path / "mine.py"))
+    path, _ = submissions.save(entry, QUICK, {"text_same": result(0.5)}, tmp_path)
+    assert entries.find(str(path.rename(tmp_path / "submitted.json"))).name == "mine"
+    (tmp_path / "second.json").write_text((tmp_path / "submitted.json").read_text())
+    (tmp_path / "second.py").write_text(source)
+    second = entries.find(str(tmp_path / "second.py"))
+    path, _ = submissions.save(second, QUICK, {"text_topics": result(0.5)}, tmp_path)
+    found = submissions.read(path)
+    assert found["name"] == "second"
+    assert list(found["tiers"][QUICK]) == ["text_same", "text_topics"]
+
+
+def test_results_of_an_old_version_are_said_not_to_be_compared() -> None:
+    old = entry_of("old", {**result(0.5), "version": 0})
+    assert "another version: old" in page.text([old], QUICK, None, None)
+    assert "another version: old" in page.text([old], QUICK, None, "old")
+
+
+def test_tables_of_an_entry_are_those_of_its_tasks() -> None:
+    other = entry_of("a", result(0.5), "text_same")
+    shown = page.text([other, entry_of("b", result(0.5))], QUICK, None, "b")
+    assert TASKS["fashion_mnist_same"].title in shown
+    assert TASKS["text_same"].title not in shown
+
+
 def test_results_in_two_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Tasks are added, damaged files left out, and those of other code kept."""
     folders = [tmp_path / "library", tmp_path / "own"]
@@ -973,6 +1086,9 @@ def test_what_check_finds() -> None:
         "fashion_mnist_same, quick: other data than in its repetition"
     ]
     assert submissions.problems(entry, {**entry, "tiers": {}}) == ["no task was repeated"]
+    for changed in ({"version": 0}, {"runs": result(0.5)["runs"]}):
+        (found, *_) = submissions.problems(entry, entry_of("a", {**good, **changed}))
+        assert found.startswith("fashion_mnist_same, quick, in its repetition: ")
     for changed, sentence in [
         ({"setting": {"a": 1}}, "not the best one"),
         ({"runs": result(0.5, 0.6)["runs"]}, "the seeds are not 1, 2, 3"),
@@ -1128,8 +1244,12 @@ def test_a_user_runs_a_method_of_their_own(tmp_path: Path) -> None:
     ran = powergossip_benchmark("run", "mine.py", cwd=tmp_path)
     assert ran.returncode == 0, ran.stderr
     assert "results: output/benchmark/mine.json" in ran.stdout
+    results = tmp_path / "output" / "benchmark" / "mine.json"
+    first = results.read_text()
     again = powergossip_benchmark("run", "mine.py", cwd=tmp_path)
     assert "stage" not in again.stdout
+    assert results.read_text() == first, "circumstances are those of the runs"
+    assert json.loads(first)["tiers"][QUICK]["consensus_random"]["made"]["date"]
     shown = powergossip_benchmark("show", "mine", "--output", "page", cwd=tmp_path)
     assert shown.returncode == 0, shown.stderr
     assert "consensus_random" in shown.stdout
@@ -1137,7 +1257,7 @@ def test_a_user_runs_a_method_of_their_own(tmp_path: Path) -> None:
     assert "<td>mine</td>" in document
     assert not re.search(r"(src|href)=.?http|url\(.?http|import .?http", document)
     checked = powergossip_benchmark("check", "output/benchmark/mine.json", cwd=tmp_path)
-    assert checked.stdout == "output/benchmark/mine.json is right: 1 of 9 tasks in quick\n"
+    assert checked.stdout == "output/benchmark/mine.json is valid: 1 of 9 tasks in quick\n"
     arguments = ("output/benchmark/mine.json", "--folder", "again")
     ran = powergossip_benchmark("run", *arguments, cwd=tmp_path)
     assert ran.stdout.count("task=consensus_random") == 2  # tuning and comparison

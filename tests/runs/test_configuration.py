@@ -218,6 +218,17 @@ def test_values_of_a_saved_configuration_are_not_explicit(tmp_path: Path) -> Non
         assert (found["batch_size"].explicit, found["seed"].explicit) == (False, True)
 
 
+def test_a_key_of_a_saved_file_is_a_text(tmp_path: Path) -> None:
+    yaml_file(tmp_path, "seed: 3\n3: 4\n", "config.yaml")
+    (tmp_path / "metrics.jsonl").touch()
+    for arguments in (
+        ["--config", str(tmp_path / "config.yaml")],
+        ["resume=true", "--output-dir", str(tmp_path)],
+    ):
+        with pytest.raises(BadInput, match='key "3" is unknown'):
+            config_after(*arguments)
+
+
 def test_a_resumed_run_keeps_the_values_of_keys_that_are_not_given(tmp_path: Path) -> None:
     """Options of a driver's own method have no keys; its row has their values."""
     of_run = "seed: 3\nbatch_size: 9\nmomentum: 0.5\noptimizer_of_mine: 0.6\n"
