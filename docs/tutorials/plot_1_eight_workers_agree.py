@@ -18,8 +18,7 @@ import torch
 from matplotlib.animation import FuncAnimation
 from matplotlib.collections import LineCollection
 
-import algorithms
-import topologies
+from powergossip import algorithms, topologies
 from powergossip.network import Network
 
 WORKERS, STEPS = 8, 10

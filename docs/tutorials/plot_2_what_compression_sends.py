@@ -19,8 +19,7 @@ import torch
 from sklearn.datasets import load_digits
 from torch import nn
 
-import compressors
-from powergossip import Layout
+from powergossip import Layout, compressors
 
 images, labels = map(torch.tensor, load_digits(return_X_y=True))
 

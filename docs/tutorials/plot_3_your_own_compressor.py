@@ -23,11 +23,8 @@ import matplotlib.pyplot as plt
 import pandas as pd
 import torch
 
-import algorithms
-import compressors
-import topologies
 import train
-from powergossip import Layout, Network
+from powergossip import Layout, Network, algorithms, compressors, topologies
 
 
 class Ternary:

@@ -22,11 +22,9 @@ import matplotlib.pyplot as plt
 import pandas as pd
 import torch
 
-import algorithms
-import topologies
 import train
-from algorithms import learning
-from powergossip import Layout, Network
+from powergossip import Layout, Network, algorithms, topologies
+from powergossip.algorithms import learning
 
 COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442", "#666666"]
 RULES = ["dpsgd", "gradient-tracking", "exact-diffusion"]

@@ -26,8 +26,8 @@ import matplotlib.pyplot as plt
 import networkx as nx
 import pandas as pd
 
-import topologies
 import train
+from powergossip import topologies
 
 COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442", "#666666"]
 ring = nx.Graph(topologies.make("ring", 8).edges.tolist())
