@@ -31,6 +31,14 @@ def is_of_library(row: Any) -> bool:
     return str(row.__module__).partition(".")[0] == __name__.partition(".")[0]
 
 
+def are_of_library(*rows: Any) -> bool:
+    """Whether these rows are of this package, also with values bound by `functools.partial`.
+
+    None is left out.
+    """
+    return all(is_of_library(getattr(row, "func", row)) for row in rows if row is not None)
+
+
 def parameters(
     row: Builder, given: Mapping[str, Any] | None = None, **registries: Registry
 ) -> dict[str, inspect.Parameter]:

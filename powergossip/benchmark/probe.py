@@ -2,8 +2,7 @@
 
 All workers of a benchmark are in one process, where a method could read the models and gradients of
 others. So it makes some steps with zeros in place of all messages: a change of some workers must
-then not change the others. Aggregations are not tried: their mean is equal in all workers, so that
-one process may compute it once.
+then not change the others. powergossip.training.trials does so with aggregations.
 """
 
 import random
@@ -12,41 +11,20 @@ from functools import partial
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from powergossip import algorithms
 from powergossip.benchmark.tasks import OPTION, Values
 from powergossip.errors import BadInput
-from powergossip.network import Conversation, Exchange, Network, Processes
-from powergossip.parameters import Layout, Parameters
+from powergossip.network import Network, Processes
+from powergossip.parameters import Layout
 from powergossip.topologies import Topology
+from powergossip.training import trials
 from powergossip.training.config import Settings
 from powergossip.training.methods import make_method
-from powergossip.trees import map_tensors
 
 SIZE = 16  # rows and columns of the matrices
 STEPS, SILENT_STEPS = 10, 3
-
-# Makes steps from models in which those of some workers are others. Returns rows of the workers.
-Try = Callable[[Network, Tensor, int], Tensor]
-
-
-class SilentNetwork(Network):
-    """A network whose workers receive zeros in place of all messages."""
-
-    def start(self, conversation: Conversation) -> Exchange:
-        """Send the first messages of a conversation."""
-        return super().start(_with_zeros(conversation))
-
-
-def _with_zeros(conversation: Conversation) -> Conversation:
-    received = None
-    while True:
-        try:
-            messages = conversation.send(received)
-        except StopIteration:
-            return
-        received = map_tensors(torch.zeros_like, (yield messages))
 
 
 def probe(own: Values, topology: Topology) -> None:
@@ -56,34 +34,45 @@ def probe(own: Values, topology: Topology) -> None:
     another way than by messages.
     """
     if own["optimizer"] in algorithms.AVERAGING:
-        _check(own["optimizer"], topology, partial(_of_averaging, own), changes_x=True)
+        make = partial(trials.of_averaging, lambda network, _: averaging(own, network, SIZE))
+        _check(own["optimizer"], topology, make)
 
 
 def probe_learning(c: Settings, topology: Topology) -> None:
     """Try a learning rule as `probe` does."""
     if c.optimizer in algorithms.AVERAGING and not c.by_edges:
-        _check(c.learning, topology, partial(_of_learning, c))
+        make = partial(trials.of_learning, partial(make_method, c, steps_per_epoch=STEPS))
+        _check(c.learning, topology, make, c.local_steps, gradient=1.0)
 
 
-def _check(name: str, topology: Topology, attempt: Try, changes_x: bool = False) -> None:
-    n = topology.n_workers
-
-    def made(kind: type[Network], changed: Tensor, steps: int) -> Tensor:
+def _check(
+    name: str,
+    topology: Topology,
+    make: Callable[[Network, Tensor], trials.Trial],
+    local_steps: int = 1,
+    gradient: float = 0.0,
+) -> None:
+    def after(kind: type[Network], changed: Tensor, steps: int) -> Tensor:
         for seed in (torch.manual_seed, random.seed, np.random.seed):
             seed(1)
+        rows = _rows(changed)
         try:
-            return attempt(kind(topology, Processes()), _rows(changed), steps)
+            trial = make(kind(topology, Processes()), rows.clone())
+            for _ in range(steps * local_steps):
+                trial.step(gradient * rows)
         except ValueError:  # of options
             raise
         except Exception as error:
             raise BadInput(f"{name} fails: {type(error).__name__}: {error}") from error
+        return trial.tensors[0]
 
-    nobody = torch.zeros(n, dtype=torch.bool)
-    if changes_x and torch.equal(made(Network, nobody, STEPS), _rows(nobody)):
+    nobody = torch.zeros(topology.n_workers, dtype=torch.bool)
+    x = after(Network, nobody, STEPS)
+    if gradient == 0 and torch.equal(x, _rows(nobody)):
         raise BadInput(f"{name} does not change x in {STEPS} steps; a step changes it in place")
-    as_they_are = made(SilentNetwork, nobody, SILENT_STEPS)
-    for changed in _halves(n):
-        others = made(SilentNetwork, changed, SILENT_STEPS)[~changed]
+    as_they_are = after(trials.SilentNetwork, nobody, SILENT_STEPS)
+    for changed in _halves(topology.n_workers):
+        others = after(trials.SilentNetwork, changed, SILENT_STEPS)[~changed]
         if not torch.allclose(others, as_they_are[~changed], rtol=1e-3, atol=1e-5, equal_nan=True):
             raise BadInput(
                 f"{name} changes a worker's model by that of another one, without a message; the "
@@ -106,26 +95,7 @@ def _rows(changed: Tensor) -> Tensor:
     return x + other * changed[:, None]
 
 
-def _of_averaging(own: Values, network: Network, x: Tensor, steps: int) -> Tensor:
-    rule = averaging(own, network, SIZE)
-    for _ in range(steps):
-        network.run(rule.step(x))
-    return x
-
-
 def averaging(own: Values, network: Network, size: int) -> algorithms.Averaging:
     """The averaging rule of a setting for square matrices."""
     options = {k.removeprefix(OPTION): v for k, v in own.items() if k.startswith(OPTION)}
     return algorithms.make(own["optimizer"], network, Layout([(size, size)]), **options)
-
-
-def _of_learning(c: Settings, network: Network, x: Tensor, steps: int) -> Tensor:
-    parameters = Parameters([nn.Linear(SIZE, SIZE, bias=False) for _ in network.workers])
-    parameters.x.copy_(x)
-    method = make_method(c, network, parameters, STEPS)
-    for _ in range(steps * c.local_steps):
-        method.at_epoch(0.0)
-        method.rule.start()
-        parameters.grad += x
-        method.rule.finish()
-    return parameters.x

@@ -112,6 +112,8 @@ def check_method(c: Settings, network: Network) -> str:
         checks.check("overlapping", c.overlapping, not c.overlapping, none)
     if c.overlapping is None:
         c.overlapping = overlapping
+    if trials.is_needed_of_learning(c):
+        trials.try_learning(c, network.topology, partial(make_method, c, steps_per_epoch=1))
     return hint
 
 

@@ -541,6 +541,8 @@ def test_a_learning_rule_learns_of_others_by_messages_only(
         return x.lerp_(x.roll(1, 0), 0.1) if leak == where else x
 
     class Mine(GossipRule):
+        variables = ("anchor", "steps")
+
         def __init__(self, workers: Any, *, local_steps: int = 1) -> None:
             super().__init__(workers)
             self._averaging = self._make(self._layout)

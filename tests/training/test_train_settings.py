@@ -3,7 +3,6 @@
 import dataclasses
 import re
 import warnings
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,17 +10,15 @@ from typing import Any
 import pytest
 import torch
 from omegaconf import OmegaConf
-from torch import Tensor
 
 import train
 from powergossip import compressors, options, tasks
 from powergossip.algorithms import AVERAGING
-from powergossip.algorithms.aggregation import AGGREGATIONS, Aggregation
+from powergossip.algorithms.aggregation import AGGREGATIONS
 from powergossip.compressors import COMPRESSORS
-from powergossip.network import Mean, Network, Processes, ToAll
+from powergossip.network import Processes
 from powergossip.optimizers.specification import Specification
 from powergossip.runs import configuration
-from powergossip.topologies import make
 from powergossip.training import derive_keys
 from powergossip.training.config_checks import (
     ALIASES,
@@ -33,7 +30,6 @@ from powergossip.training.config_checks import (
     option_defaults,
 )
 from powergossip.training.method_keys import PREFIX, MethodKeys
-from powergossip.training.methods import check_method
 from powergossip.training.resuming import check_same_run
 from powergossip.training.task_defaults import TASK_DEFAULTS
 from powergossip.training.trainer import Trainer
@@ -229,66 +225,6 @@ def test_options_of_a_row_of_a_script_are_those_that_it_has(
         own = {"optimizer_compressor": "clipped"} if optimizer == "choco" else {}
         found = method_options(checked(configured(optimizer=optimizer, seed=7, **own), ALONE))
         assert {name: found[name] for name in expected} == expected
-
-
-class InPlace:
-    def __init__(self, network: Any, layout: Any) -> None: ...
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-    def step(self, x: Tensor) -> Any:
-        x.copy_((yield ToAll(x)).mean(1))
-
-
-class Assigned(InPlace):
-    def step(self, x: Tensor) -> Any:
-        x = (yield ToAll(x)).mean(1)
-
-
-class WithoutYield(InPlace):
-    def step(self, x: Tensor) -> Any:
-        x.mul_(0.5)
-
-
-class AssignedMean(Aggregation):
-    def step(self, gradient: Tensor, mean: Tensor) -> Any:
-        mean = yield Mean(gradient)  # noqa: F841
-
-
-class FilledMean(Aggregation):
-    def step(self, gradient: Tensor, mean: Tensor) -> Any:
-        mean.copy_((yield Mean(gradient)))
-        gradient.zero_()
-
-
-class AssignedOut(compressors.Identity):
-    def decompress(self, fields: Any, out: Tensor, stream: Any) -> None:
-        out = out.flatten(-2) + fields[0]
-
-
-@pytest.mark.parametrize(
-    ("registry", "row", "sentence"),
-    [
-        (AVERAGING, InPlace, None),
-        (AVERAGING, Assigned, "optimizer=mine does not change x; a step changes it in place"),
-        (AVERAGING, WithoutYield, "a step returned NoneType; use a generator"),
-        (AGGREGATIONS, lambda network, layout: FilledMean(), None),
-        (AGGREGATIONS, lambda network, layout: AssignedMean(), "optimizer=mine does not change me"),
-        (COMPRESSORS, AssignedOut, "optimizer=choco with compressor=mine does not change x"),
-    ],
-)
-def test_rows_of_a_script_are_tried_before_data_are_loaded(
-    registry: dict[str, Any], row: Any, sentence: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(registry, "mine", row)
-    of_choco = {"optimizer": "choco", "optimizer_compressor": "mine"}
-    config = configured(**of_choco if registry is COMPRESSORS else {"optimizer": "mine"})
-    topology = make("ring", config.n_workers)
-    with pytest.raises((ValueError, TypeError), match=sentence) if sentence else nullcontext():
-        check_method(checked(config, ALONE), Network(topology, ALONE))
 
 
 # Keys whose defaults depend on the task.

@@ -1,0 +1,241 @@
+"""Trial steps of rows that a script has added: mistakes end a run before data are loaded."""
+
+from contextlib import nullcontext
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+import train
+from powergossip import compressors, options
+from powergossip.algorithms import AVERAGING, learning
+from powergossip.algorithms.aggregation import AGGREGATIONS, Aggregation
+from powergossip.algorithms.learning import LEARNING, GossipRule, Gradient, Kind, Mix, Update
+from powergossip.compressors import COMPRESSORS
+from powergossip.network import Gather, Mean, Network, Processes, ToAll
+from powergossip.runs import configuration
+from powergossip.topologies import make
+from powergossip.training.config import Settings
+from powergossip.training.config_checks import checked
+from powergossip.training.methods import check_method
+
+ALONE = Processes()
+RING = make("ring", 4)
+
+
+def settings(**keys: Any) -> Settings:
+    config = configuration.structured(train.Config)
+    for key, value in ({"n_workers": 4} | keys).items():
+        config[key] = value
+    return checked(config, ALONE)
+
+
+class InPlace:
+    def __init__(self, network: Any, layout: Any) -> None:
+        self.before: Tensor | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    def step(self, x: Tensor) -> Any:
+        x.copy_((yield ToAll(x)).mean(1))
+
+
+class Assigned(InPlace):
+    def step(self, x: Tensor) -> Any:
+        x = (yield ToAll(x)).mean(1)
+
+
+class WithoutYield(InPlace):
+    def step(self, x: Tensor) -> Any:
+        x.mul_(0.5)
+
+
+class WithoutState:
+    __init__, step = InPlace.__init__, InPlace.step
+
+
+class Random(InPlace):
+    """Draws numbers of torch's generator, as a step of training does."""
+
+    def step(self, x: Tensor) -> Any:
+        x.lerp_((yield ToAll(x)).mean(1), float(torch.rand(())))
+
+
+class RandomByItself(InPlace):
+    """Draws numbers that no state can have."""
+
+    def step(self, x: Tensor) -> Any:
+        own = torch.Generator()
+        own.seed()
+        x.lerp_((yield ToAll(x)).mean(1), float(torch.rand((), generator=own)))
+
+
+class Forgetful(InPlace):
+    """x_i ← the mean of the neighbors' x + β (x_i − the last x_i)."""
+
+    def step(self, x: Tensor) -> Any:
+        momentum = 0 if self.before is None else x - self.before
+        self.before = x.clone()
+        x.copy_((yield ToAll(x)).mean(1) + 0.3 * momentum)
+
+
+class Complete(Forgetful):
+    def state_dict(self) -> dict[str, Any]:
+        return {"before": self.before}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.before = state["before"]
+
+
+class AssignedMean(Aggregation):
+    def step(self, gradient: Tensor, mean: Tensor) -> Any:
+        mean = yield Mean(gradient)  # noqa: F841
+
+
+class FilledMean(Aggregation):
+    def step(self, gradient: Tensor, mean: Tensor) -> Any:
+        mean.copy_((yield Mean(gradient)))
+        gradient.zero_()
+
+
+class Gathered(Aggregation):
+    def step(self, gradient: Tensor, mean: Tensor) -> Any:
+        mean.copy_(torch.stack((yield Gather(list(gradient)))).mean(0))
+        gradient.zero_()
+
+
+class ReadsRows(Aggregation):
+    def step(self, gradient: Tensor, mean: Tensor) -> Any:
+        yield Gather(list(gradient[:, :1]))
+        mean.copy_(gradient.mean(0).expand_as(mean))
+        gradient.zero_()
+
+
+class ForgetsMomentum(FilledMean):
+    momentum: Any = 0.0
+
+    def step(self, gradient: Tensor, mean: Tensor) -> Any:
+        yield from super().step(gradient, mean)
+        self.momentum = 0.9 * self.momentum + mean
+        mean.copy_(self.momentum)
+
+
+class AssignedOut(compressors.Identity):
+    def decompress(self, fields: Any, out: Tensor, stream: Any) -> None:
+        out = out.flatten(-2) + fields[0]
+
+
+class Rule(GossipRule):
+    """D-PSGD with an anchor, x_i at the start."""
+
+    kinds = frozenset(Kind)
+    variables: ClassVar[tuple[str, ...]] = ("anchor",)
+
+    def __init__(self, workers: Any) -> None:
+        super().__init__(workers)
+        self._averaging = self._make(self._layout)
+        self._anchor = self._x.clone()
+
+    def step(self) -> Any:
+        self._x.add_((yield Update((yield Gradient()))))
+        yield Mix(self._averaging.step(self._x))
+        self._x.lerp_(self._anchor.lerp_(self._x, 0.1), 0.1)
+
+
+class AssignedX(Rule):
+    def step(self) -> Any:
+        self._x = self._x + (yield Update((yield Gradient())))
+        yield Mix(self._averaging.step(self._x))
+
+
+class AveragesThenAssigns(Rule):
+    def step(self) -> Any:
+        u = yield Update((yield Gradient(self._averaging.step(self._x))))
+        self._x = self._x + u
+
+
+class WithoutMix(Rule):
+    def step(self) -> Any:
+        self._x.add_((yield Update((yield Gradient()))))
+        self._averaging.step(self._x)
+
+
+class ForgetsAnchor(Rule):
+    variables: ClassVar[tuple[str, ...]] = ()
+
+
+class Seldom(Rule):
+    """Messages in few steps only."""
+
+    variables: ClassVar[tuple[str, ...]] = ("anchor", "steps")
+
+    def __init__(self, workers: Any) -> None:
+        super().__init__(workers)
+        self._steps = 0
+
+    def step(self) -> Any:
+        self._x.add_((yield Update((yield Gradient()))))
+        self._steps += 1
+        if self._steps % 100 == 0:
+            yield Mix(self._averaging.step(self._x))
+
+
+@pytest.mark.parametrize(
+    ("registry", "row", "sentence"),
+    [
+        (AVERAGING, InPlace, None),
+        (AVERAGING, Complete, None),
+        (AVERAGING, Random, None),
+        (AVERAGING, RandomByItself, None),
+        (AVERAGING, Assigned, "optimizer=mine does not change x; a step changes it in place"),
+        (AVERAGING, WithoutYield, "a step returned NoneType; use a generator"),
+        (AVERAGING, WithoutState, "optimizer=mine has no state_dict; checkpoints need it"),
+        (AVERAGING, Forgetful, "optimizer=mine goes on differently from a checkpoint"),
+        (AGGREGATIONS, FilledMean, None),
+        (AGGREGATIONS, Gathered, None),
+        (AGGREGATIONS, AssignedMean, "optimizer=mine does not change mean"),
+        (AGGREGATIONS, ReadsRows, "optimizer=mine computes a worker's mean from the gradient of"),
+        (AGGREGATIONS, ForgetsMomentum, "optimizer=mine goes on differently from a checkpoint"),
+        (COMPRESSORS, AssignedOut, "optimizer=choco with compressor=mine does not change x"),
+        (LEARNING, Rule, None),
+        (LEARNING, Seldom, None),
+        (LEARNING, AssignedX, "learning=mine does not change x by gradients"),
+        (LEARNING, AveragesThenAssigns, "learning=mine does not change x by gradients"),
+        (LEARNING, WithoutMix, r"learning=mine sends no messages; yield Mix\(...\)"),
+        (LEARNING, ForgetsAnchor, "learning=mine goes on differently from a checkpoint"),
+    ],
+)
+def test_rows_of_a_script_are_tried_before_data_are_loaded(
+    registry: dict[str, Any], row: Any, sentence: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_gradients = registry is AGGREGATIONS
+    made = (lambda network, layout: row()) if of_gradients else row
+    monkeypatch.setitem(registry, "mine", made)
+    if registry is COMPRESSORS:
+        keys = {"optimizer": "choco", "optimizer_compressor": "mine"}
+    elif registry is LEARNING:
+        keys = {"optimizer": "power-gossip", "learning": "mine"}
+    else:
+        keys = {"optimizer": "mine"}
+    with pytest.raises((ValueError, TypeError), match=sentence) if sentence else nullcontext():
+        check_method(settings(**keys), Network(RING, ALONE))
+
+
+@pytest.mark.parametrize("name", [*AVERAGING, *AGGREGATIONS])
+def test_methods_of_the_library_pass(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    c = settings(optimizer=name)
+    monkeypatch.setattr(options, "is_of_library", lambda row: False)
+    check_method(c, Network(RING, ALONE))
+
+
+@pytest.mark.parametrize("name", LEARNING)
+def test_learning_rules_of_the_library_pass(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer = "dpsgd" if Kind.ANTISYMMETRIC in LEARNING[name].kinds else "choco"
+    steps = 4 if "local_steps" in learning.options(name) else 1
+    c = settings(topology="chain", optimizer=optimizer, learning=name, local_steps=steps)
+    monkeypatch.setattr(options, "is_of_library", lambda row: False)
+    check_method(c, Network(make("chain", 4), ALONE))
