@@ -1,10 +1,10 @@
 """Averaging without compression: plain gossip, of all or of some elements, all-reduce, and two
 accelerated variants."""
 
-from collections.abc import Mapping, Sequence
-from math import log
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -196,43 +196,54 @@ class ChebyshevGossip:
 
 
 class FiniteTimeGossip:
-    """Plain gossip with γ_t = 1/λ_t over the distinct non-zero eigenvalues λ_t of I − W.
+    """Gossip that is exact after as many steps as I − W has distinct non-zero eigenvalues λ::
 
-    Exact after one pass over them, since Π_t (1 − λ/λ_t) is 0 at each of them. Then the pass is
-    repeated. Hendrickx et al. (2014), arXiv:1211.6324.
+        x^{t+1} ← (1 − ω_t) x^{t−1} + ω_t x^t − γ_t (I − W) x^t,   ω_0 = 1
 
-    Leja's order of the eigenvalues keeps the amplification of rounding errors small. Costs as much
-    as plain gossip.
+    x^t − x̄ = p_t(I − W) (x^0 − x̄), with p_t(0) = 1 and polynomials p_t that are orthogonal on the
+    eigenvalues λ. The last one is 0 at each of them: the product Π (1 − λ/λ_k) of Hendrickx et al.
+    (2014), arXiv:1211.6324. They multiply its factors one by one. Partial products may be large and
+    then amplify rounding errors; polynomials that are orthogonal are small. After this pass another
+    one begins. Costs as much as plain gossip.
 
     Raises:
         ValueError: For a topology without a spectrum: directed or time-varying.
     """
 
     def __init__(self, network: Network):
-        rates = [1 / value for value in _leja_order(network.topology.distinct_eigenvalues.tolist())]
-        self._gossip = [PlainGossip(network, rate) for rate in rates]
+        eigenvalues = network.topology.distinct_eigenvalues
+        self._gossip = [
+            (PlainGossip(network, rate), omega) for rate, omega in _orthogonal(eigenvalues)
+        ]
         self._steps = 0
+        self._previous: Tensor | None = None
 
     def step(self, x: Tensor) -> Conversation:
-        """x ← x − γ_t (I − W) x"""
+        """x^{t+1} from x^t and x^{t−1}"""
         if self._gossip:
-            yield from self._gossip[self._steps % len(self._gossip)].step(x)
+            t, now = self._steps % len(self._gossip), x.clone()
+            gossip, omega = self._gossip[t]
+            yield from gossip.step(x)
+            if t > 0:
+                assert self._previous is not None
+                x.add_(self._previous - now, alpha=1 - omega)
+            self._previous = now
         self._steps += 1
 
     def state_dict(self) -> dict[str, Any]:
-        return {"steps": self._steps}
+        return {"steps": self._steps, "previous": self._previous}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._steps = state["steps"]
+        self._steps, self._previous = state["steps"], state["previous"]
 
 
-def _leja_order(values: Sequence[float]) -> list[float]:
-    """The largest value first, then always the one with the largest product of distances to those
-    already chosen."""
-    left, order = sorted(values), list[float]()
-    while left:
-        # The sum is 0 for all at first. Of equals, `max` returns the first one: the largest.
-        best = max(reversed(left), key=lambda v: sum(log(abs(v - other)) for other in order))
-        left.remove(best)
-        order.append(best)
-    return order
+def _orthogonal(eigenvalues: np.ndarray) -> Iterator[tuple[float, float]]:
+    """γ_t and ω_t of `FiniteTimeGossip`, by Stieltjes' procedure."""
+    before, p = np.zeros_like(eigenvalues), np.ones_like(eigenvalues)
+    for t in range(len(eigenvalues)):
+        # λ p_t = α p_t + β p_{t−1} − (α + β) p_{t+1}
+        alpha = (eigenvalues * p) @ p / (p @ p)
+        beta = (eigenvalues * p) @ before / (before @ before) if t > 0 else 0.0
+        omega, rate = alpha / (alpha + beta), 1 / (alpha + beta)
+        yield float(rate), float(omega)
+        before, p = p, (1 - omega) * before + (omega - rate * eigenvalues) * p

@@ -275,6 +275,20 @@ def test_finite_time_gossip_is_exact_after_its_rounds(n: int, rounds: int) -> No
     assert variance(x) < 1e-8 * before
 
 
+@pytest.mark.parametrize("name", topologies.UNDIRECTED)
+def test_finite_time_gossip_does_not_go_away_from_the_mean(name: str) -> None:
+    """On the way to exactness, also on long and irregular graphs."""
+    n, layout = 32, Layout([(10, 10)])
+    network, x = alone(name, n), start(n, layout)
+    averaging = algorithms.make("finite-time", network, layout, AveragingOptions())
+    errors = [variance(x)]
+    for _ in network.topology.distinct_eigenvalues:
+        steps(network, averaging, x, 1)
+        errors.append(variance(x))
+    assert max(errors) < 1.1 * errors[0]
+    assert errors[-1] < 1e-6 * errors[0]
+
+
 @pytest.mark.parametrize(("n", "contraction"), [(8, 0.446463), (16, 0.673514)])
 def test_chebyshev_contracts_by_the_rate_of_the_spectrum(n: int, contraction: float) -> None:
     layout, network = Layout([(10, 10)]), alone("ring", n)
