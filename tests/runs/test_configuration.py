@@ -204,17 +204,19 @@ def test_the_source_of_each_key_is_returned(tmp_path: Path) -> None:
 
 def test_values_of_a_saved_configuration_are_not_explicit(tmp_path: Path) -> None:
     """Neither a complete file nor a run's config.yaml, of a version with fewer keys, is written
-    by hand. A key that is also on the command line is."""
-    complete = yaml_file(tmp_path, OmegaConf.to_yaml(config_after("batch_size=9")))
+    by hand. A key that is also on the command line is. Options with a key keep their values."""
+    changed = config_after("batch_size=9", "optimizer_num_iterations=4")
+    complete = yaml_file(tmp_path, OmegaConf.to_yaml(changed))
     run = tmp_path / "run"
     run.mkdir()
     (run / "metrics.jsonl").touch()
-    of_run = yaml_file(run, "batch_size: 9\nseed: 3\noptimizer_of_mine: 0.6\n", "config.yaml")
+    text = "batch_size: 9\nseed: 3\noptimizer_of_mine: 0.6\noptimizer_num_iterations: 4\n"
+    of_run = yaml_file(run, text, "config.yaml")
     for file in (complete, of_run):
         config = OmegaConf.structured(train.Config)
         arguments = ["--config", str(file), "seed=3"]
         found = configuration.read_command_line(config, arguments, "").given
-        assert config.batch_size == 9
+        assert (config.batch_size, config.optimizer_num_iterations) == (9, 4)
         assert (found["batch_size"].explicit, found["seed"].explicit) == (False, True)
 
 
@@ -229,20 +231,40 @@ def test_a_key_of_a_saved_file_is_a_text(tmp_path: Path) -> None:
             config_after(*arguments)
 
 
+@pytest.mark.parametrize(
+    ("name", "beside"), [("config.yaml", "notes.txt"), ("mine.yaml", "metrics.jsonl")]
+)
+def test_a_file_with_the_name_or_in_the_folder_of_a_saved_one_is_by_hand(
+    name: str, beside: str, tmp_path: Path
+) -> None:
+    """Only both make it a saved one. Its keys are explicit, and an unknown option is an error."""
+    (tmp_path / beside).touch()
+    file = str(yaml_file(tmp_path, "batch_size: 9\n", name))
+    config = OmegaConf.structured(train.Config)
+    found = configuration.read_command_line(config, ["--config", file], "").given
+    assert found["batch_size"].explicit
+    yaml_file(tmp_path, "optimizer_of_mine: 0.6\n", name)
+    with pytest.raises(BadInput, match="optimizer_of_mine"):
+        config_after("--config", file)
+
+
 def test_a_resumed_run_keeps_the_values_of_keys_that_are_not_given(tmp_path: Path) -> None:
     """Options of a driver's own method have no keys; its row has their values."""
-    of_run = "seed: 3\nbatch_size: 9\nmomentum: 0.5\noptimizer_of_mine: 0.6\n"
-    yaml_file(tmp_path, of_run, "config.yaml")
+    of_run = "seed: 3\nbatch_size: 9\nmomentum: 0.5\n"
+    of_methods = "optimizer_of_mine: 0.6\noptimizer_num_iterations: 4\n"
+    yaml_file(tmp_path, of_run + of_methods, "config.yaml")
     config = OmegaConf.structured(train.Config)
     config.momentum = 0.7  # by a driver
     arguments = ["resume=true", "seed=1", "--output-dir", str(tmp_path)]
     found = configuration.read_command_line(config, arguments, "").given
     assert (config.seed, config.batch_size, config.momentum) == (1, 9, 0.7)
+    assert config.optimizer_num_iterations == 4
     assert {key: source.explicit for key, source in found.items()} == {
         "resume": True,
         "seed": True,
         "batch_size": False,
         "momentum": False,
+        "optimizer_num_iterations": False,
     }
     without = config_after("seed=1", "--output-dir", tmp_path)
     assert without.batch_size == train.Config.batch_size

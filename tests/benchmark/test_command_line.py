@@ -1,0 +1,264 @@
+"""The program powergossip-benchmark: its command line, files of entries, and accepted settings."""
+
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from powergossip.algorithms import AVERAGING
+from powergossip.algorithms.learning import LEARNING, GossipRule, Gradient, Mix, Update
+from powergossip.benchmark import campaign, command_line, entries, page, program, submissions
+from powergossip.benchmark.tasks import FULL, QUICK, TASKS, Values
+from powergossip.errors import BadInput
+from powergossip.network import ToAll
+from powergossip.runner import runner
+from tests.harness.benchmarking import Half, result, written
+
+OUTPUT = command_line.OUTPUT
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of a user, in which the program is started."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def saved(
+    folder: str | Path,
+    name: str,
+    *means: float,
+    tasks: Sequence[str] = ("text_same",),
+    tier: str = QUICK,
+) -> Path:
+    """A file with results of some tasks."""
+    found = result(*means, tried=[{"setting": {}, "score": 0.5}])
+    entry = entries.Entry(name, "", {})
+    return submissions.save(entry, tier, dict.fromkeys(tasks, found), Path(folder))[0]
+
+
+# --- check ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "a",
+        f"{OUTPUT}/a.json",
+        f"./{OUTPUT}/a.json",
+        f"HERE/{OUTPUT}/a.json",
+        "link.json",
+        "elsewhere/b.json",
+        "b --folder elsewhere",
+        "elsewhere/b.json --folder elsewhere",
+        "HERE/elsewhere/b.json --folder elsewhere",
+        "elsewhere/b.json --folder HERE/elsewhere",
+    ],
+)
+def test_a_file_is_no_repetition_of_itself(
+    arguments: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever the spelling of its path. Without --folder, it needs none."""
+    Path("link.json").symlink_to(saved(OUTPUT, "a", 0.5, 0.6, 0.7))
+    saved("elsewhere", "b", 0.5, 0.6, 0.7)
+    command_line.main(["check", *arguments.replace("HERE", str(here)).split()])
+    said = capsys.readouterr().out
+    assert "is valid: 1 of 9 tasks in quick" in said
+    assert "agree" not in said
+
+
+def test_a_file_is_compared_with_the_repetition_of_its_entry(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not with a file of its own name."""
+    saved("first", "a", 0.5, 0.6, 0.7, tasks=("text_same", "text_topics")).rename("mine.json")
+    saved("again", "mine", 0.5, 0.6, 0.7)
+    saved("again", "a", 0.5, 0.6, 0.7)
+    command_line.main(["check", "mine.json", "--folder", "again"])
+    assert capsys.readouterr().out.endswith("\n1 of them agree with again/a.json\n")
+    saved("again", "a", 0.1, 0.2, 0.3)
+    with pytest.raises(BadInput, match="worse than its repetition"):
+        command_line.main(["check", "mine.json", "--folder", "again"])
+
+
+# --- run ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        ("both.json", ["text_same"]),
+        ("both.json --tier full", ["consensus_random"]),
+        ("quick/d-psgd.json --tier full", list(TASKS)),
+        ("both.json --task text_topics", ["text_topics"]),
+    ],
+)
+def test_a_repetition_has_the_tasks_of_its_file(
+    arguments: str, names: list[str], here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the tier, or all if it has none, and those that are named."""
+    saved("quick", "d-psgd", 0.5)
+    saved("both", "d-psgd", 0.5)
+    saved("both", "d-psgd", 0.5, tasks=["consensus_random"], tier=FULL).rename("both.json")
+    asked: list[list[str]] = []
+
+    def stop(entry: object, method: object, tier: str, names: list[str], *rest: object) -> None:
+        asked.append(names)
+        raise BadInput("asked")
+
+    monkeypatch.setattr(campaign, "Campaign", stop)
+    with pytest.raises(BadInput, match="asked"):
+        command_line.main(["run", *arguments.split()])
+    assert asked == [names]
+
+
+def test_a_task_that_is_not_named_may_be_left_out(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """If its settings are those of a group, too. Otherwise, the reason is an error."""
+    written(here, {"fashion_mnist": [{"optimizer": "half"}]})
+    began: list[object] = []
+
+    def carry_out(*arguments: object) -> list[object]:
+        began.append(arguments)
+        return []
+
+    monkeypatch.setattr(runner, "carry_out", carry_out)
+    command_line.main(["run", "mine.py"])
+    assert len(began) == 1
+    assert re.findall("left out: (.*?):", capsys.readouterr().out) == ["fashion_mnist_late"]
+    with pytest.raises(BadInput, match="use dpsgd, power-gossip, choco with a scenario"):
+        command_line.main(["run", "mine.py", "--task", "fashion_mnist_late"])
+
+
+def test_a_setting_that_a_tier_does_not_try_is_not_checked() -> None:
+    good = [{"optimizer": "choco", "optimizer_diffusion_rate": 0.1 * i} for i in range(1, 6)]
+    wrong = {"optimizer": "choco", "optimizer_nothing": 1}
+    entry = entries.Entry("a", "", {"consensus_random": [*good, wrong]})
+    assert command_line.accepts(entry, TASKS["consensus_random"], QUICK)
+    with pytest.raises(BadInput, match="nothing"):
+        command_line.accepts(entry, TASKS["consensus_random"], FULL)
+
+
+# --- show -----------------------------------------------------------------------------------------
+
+
+def test_own_results_replace_those_of_the_library_and_only_named_tasks_are_shown(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def drawn(points: object, path: Path, *rest: object, **more: object) -> None:
+        path.write_text("<svg></svg>")
+
+    monkeypatch.setattr(page.figures, "scatter", drawn)
+    of_library = submissions.read(submissions.OF_LIBRARY / "d-psgd.json")["tiers"][QUICK]
+    own = of_library["text_same"]
+    for run in own["runs"]:
+        run["evaluations"][-1]["mean"] = 2.345
+    submissions.save(entries.find("d-psgd"), QUICK, {"text_same": own}, OUTPUT)
+    command_line.main(["show", "--task", "text_same", "--output", "page"])
+    said = capsys.readouterr().out
+    assert re.search(r"^ *d-psgd +2\.345 ± 0\.000", said, re.MULTILINE)
+    assert re.findall(r"\((\w+)\), quick", said) == ["text_same"]
+    names = {path.name for path in Path("page").iterdir()}
+    figures = names - {"benchmark.html", "benchmark.md"}
+    assert {name.partition("-")[0] for name in figures} == {"text_same"}
+
+
+# --- Files of entries -----------------------------------------------------------------------------
+
+OF_DATACLASS = """from __future__ import annotations
+from dataclasses import dataclass
+@dataclass
+class Setting:
+    optimizer: str
+SETTINGS = [vars(Setting("dpsgd"))]
+"""
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "\ufeffSETTINGS = [{'optimizer': 'dpsgd'}]",  # as Windows saves it
+        "from settings_beside_it import SETTINGS",
+        OF_DATACLASS,
+        f"NAME = {'a' * 60!r}\nSETTINGS = [{{'optimizer': 'dpsgd'}}]",
+    ],
+    ids=["byte order mark", "import", "dataclass", "60 letters"],
+)
+def test_what_a_file_may_do(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    (tmp_path / "settings_beside_it.py").write_text("SETTINGS = [{'optimizer': 'dpsgd'}]")
+    path = tmp_path / "mine.py"
+    path.write_bytes(source.encode())
+    assert entries.find(str(path)).settings["text_same"] == [{"optimizer": "dpsgd"}]
+
+
+@pytest.mark.parametrize(
+    ("source", "sentence"),
+    [
+        ("def wrong():\n    return 1 / 0\n\nwrong()", "mine.py, line 2: ZeroDivisionError"),
+        (f"NAME = {'a' * 61!r}\nSETTINGS = [{{'optimizer': 'dpsgd'}}]", "use 1 to 60 letters"),
+    ],
+    ids=["line of an error", "61 letters"],
+)
+def test_where_a_file_is_wrong(source: str, sentence: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(source)
+    with pytest.raises(BadInput, match=sentence):
+        entries.find(str(path))
+
+
+# --- What tasks accept ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("task", ["consensus_random", "text_same"])
+@pytest.mark.parametrize("values", [{"topology": 3}, {"topology_options": 3}])
+def test_a_graph_of_another_type_is_rejected(task: str, values: Values) -> None:
+    with pytest.raises(BadInput, match="is rejected"):
+        program.check(TASKS[task], QUICK, {"optimizer": "dpsgd", **values})
+
+
+def test_an_error_of_several_lines_becomes_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mine(Half):
+        def __init__(self, network: Any, layout: Any) -> None:
+            raise ValueError("too small\nor too large")
+
+    monkeypatch.setitem(AVERAGING, "mine", Mine)
+    with pytest.raises(BadInput) as found:
+        program.check(TASKS["consensus_random"], QUICK, {"optimizer": "mine"})
+    assert "too small" in str(found.value)
+    assert "\n" not in str(found.value)
+
+
+def test_an_averaging_rule_changes_x_for_a_learning_rule_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Mine(Half):
+        def step(self, x: Tensor) -> Any:
+            x = (yield ToAll(x)).mean(1)
+
+    monkeypatch.setitem(AVERAGING, "mine", Mine)
+    setting = {"optimizer": "mine", "learning": "exact-diffusion"}
+    with pytest.raises(BadInput, match="mine does not change x"):
+        program.check(TASKS["text_same"], QUICK, setting)
+
+
+def test_a_learning_rule_may_add_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mine(GossipRule):
+        def __init__(self, workers: Any) -> None:
+            super().__init__(workers)
+            self._averaging = self._make(self._layout)
+
+        def step(self) -> Any:
+            g = yield Gradient()
+            self._x.add_((yield Update(g)))
+            self._x.add_(0.01 * torch.randn_like(self._x))
+            yield Mix(self._averaging.step(self._x))
+
+    monkeypatch.setitem(LEARNING, "mine", Mine)
+    program.check(TASKS["text_same"], QUICK, {"optimizer": "dpsgd", "learning": "mine"})
