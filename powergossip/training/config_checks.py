@@ -441,10 +441,13 @@ def _resolve_options(
     lacking = [name for name in given if name not in known]
     for name in lacking:
         if f"{PREFIX}{name}" in explicit:
-            accepted = ", ".join(f"{PREFIX}{name}" for name in known) or "none"
+            accepted = ", ".join(
+                f"{PREFIX}{name}" if name in asked else f"{name} by functools.partial"
+                for name in known
+            )
             raise ValueError(
                 f"{PREFIX}{name}={as_written(given[name])}: {method} has no such option; "
-                f"leave it out (its options: {accepted})"
+                f"leave it out (its options: {accepted or 'none'})"
             )
     if lacking and warn:
         keys = ", ".join(f"{PREFIX}{name}" for name in lacking)
