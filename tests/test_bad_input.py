@@ -32,6 +32,7 @@ OF_KEYS: list[Row] = [
     ("toplogy=ring", "toplogy", "topology"),
     ("xyz=1", "xyz", "--help"),
     ("optimizer_num_local_steps=4", "optimizer_num_local_steps", "did you mean local_steps?"),
+    ("optimizer_beta=0.4", "optimizer_beta", "did you mean", "functools.partial", "your own"),
     ("learning_rate.x=3", "learning_rate.x", "did you mean learning_rate?"),
     ("=3", '"=3"', "key=value"),
     ("resume=3", "resume=3:", "true, false or a string"),

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import accumulate
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from powergossip.compressors.compressor import (
     BySize,
     Compressor,
     Elements,
+    Field,
     Levels,
     Senders,
     Stream,
@@ -129,8 +130,27 @@ class Codec:
                     f"{type(self.compressor).__name__}.compress returned {found}; use a tuple of "
                     f"{len(fields)} tensors, one for each of its fields"
                 )
-            for field, part in zip(fields, parts, strict=True):
-                field.copy_(part)
+            try:
+                for field, part in zip(fields, parts, strict=True):
+                    field.copy_(part)
+            except (RuntimeError, TypeError) as error:
+                wrong = self._wrong(fields, parts)
+                if wrong is None:
+                    raise
+                raise wrong from error
+
+    def _wrong(self, fields: Sequence[Tensor], parts: Sequence[Any]) -> ValueError | None:
+        """The error of the first field that has another shape, or None."""
+        compress = f"{type(self.compressor).__name__}.compress"
+        for index, (field, part) in enumerate(zip(fields, parts, strict=True)):
+            shape = getattr(part, "shape", None)
+            if shape != field.shape:
+                found = type(part).__name__ if shape is None else f"shape {tuple(shape)}"
+                return ValueError(
+                    f"{compress} returned {found} for field {index}; use a tensor of shape "
+                    f"{tuple(field.shape)}, such as v.flatten(-2) of a matrix"
+                )
+        return None
 
     def outgoing(self, message: Tensor) -> Tensor:
         """This process' part of the message: all, or a slice if all shards of a worker have it."""
@@ -248,6 +268,12 @@ class Plan:
 
     def __init__(self, compressor: Compressor, stacks: Sequence[Stack]):
         fields = [compressor.fields(stack.rows, stack.columns) for stack in stacks]
+        for of_stack in fields:
+            if not all(isinstance(field, Field) for field in of_stack):
+                raise ValueError(
+                    f"{type(compressor).__name__}.fields returned {of_stack}; use a tuple of "
+                    "Fields, such as (Field(torch.float16, rows * columns),)"
+                )
         self.wide = self.count = 0
         self.levels: Levels | None = None
         order = [(s, f) for s in range(len(stacks)) for f in range(len(fields[s]))]

@@ -236,8 +236,11 @@ class Gathering(Transport):
 
     def __init__(self, connection: Connection, pieces: Sequence[Tensor]):
         for piece in pieces:
-            assert piece.ndim == 1, f"a piece of shape {tuple(piece.shape)}, expected [length]"
-            assert piece.dtype == pieces[0].dtype, "all pieces must have the same dtype"
+            if piece.ndim != 1 or piece.dtype != pieces[0].dtype:
+                raise ValueError(
+                    f"Gather of a piece of shape {tuple(piece.shape)}: use one of shape (length,), "
+                    "such as piece.flatten(), all of one dtype"
+                )
         self._connection, self._pieces = connection, pieces
         self._on_gpu = pieces[0].is_cuda
         lengths = np.array([len(piece) for piece in pieces], dtype=np.int32)

@@ -296,7 +296,11 @@ class Network:
         message and the edges, or another one while that is busy."""
         if isinstance(message, Gather):  # of another length each time: nothing to reuse
             assert self.copies == 1, "Gather does not support copies > 1"
-            assert len(message.pieces) == self.hosted, (len(message.pieces), self.hosted)
+            if len(message.pieces) != self.hosted:
+                raise ValueError(
+                    f"Gather of {len(message.pieces)} pieces: use one for each of the "
+                    f"{self.hosted} workers of the process"
+                )
             transport: Transport = Gathering(self.connection, message.pieces)
         else:
             kind = type(message)

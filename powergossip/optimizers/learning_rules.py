@@ -326,10 +326,9 @@ class PartRule:
     def start(self) -> Conversation | None:
         """The messages that may be in flight while gradients are computed. u ← 0."""
         self._local.start()
-        self._step = self._rule.step()
-        self._request = next(self._step)
-        assert isinstance(self._request, learning.Gradient)
-        return self._request.meanwhile
+        self._step, request = self._rule.begin()
+        self._request = request
+        return request.meanwhile
 
     @property
     def turns(self) -> int | None:
@@ -391,7 +390,8 @@ class PartRule:
         """After the last message of the step."""
         if self._request is not None:
             self._request = learning.resumed(self._step)
-        assert self._request is None
+        if self._request is not None:
+            raise self._rule.unexpected(self._request, "one Gradient, one Update and one Mix")
 
     def _continue(self, g: Tensor | None) -> None:
         """Answer the request for a gradient, once. A closure may compute it several times."""

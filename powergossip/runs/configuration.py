@@ -390,6 +390,8 @@ def assign(config: DictConfig, key: str, value: Any, source: str = "") -> None:
         within = [known for known in kinds if "_" in known and key.endswith(f"_{known}")]
         close = [name] if kind else within or difflib.get_close_matches(key, kinds, 3, 0.75)
         hint = f"did you mean {' or '.join(close)}?" if close else "--help lists the keys"
+        if key.startswith(OPTION) and not within:
+            hint += " (functools.partial gives options to a row of your own)"
         raise BadInput(f'{source}key "{key}" is unknown; {hint}')
     wrong_type = BadInput(f"{source}{key}={_yaml_value(value)}: use {_type_name(kind)}")
     is_bool = kind in (bool, bool | None)

@@ -358,6 +358,25 @@ def _check_learning_options(c: Settings, known: Collection[str]) -> None:
     own = dict.fromkeys(f"learning_options.{name}" for name in known if name not in LEARNING_KEYS)
     given = {f"learning_options.{name}": value for name, value in c.learning_options.items()}
     options.check(f"learning={c.learning}", given, own)
+    rule = learning.LEARNING[c.learning]
+    if not options.are_of_library(rule):  # which check their values
+        for name, value in c.learning_options.items():
+            _check_type(f"learning_options.{name}", value, options.parameters(rule)[name])
+
+
+_TYPES = {bool: "true or false", str: "a string", int: "a number", float: "a number"}
+
+
+def _check_type(key: str, value: Any, parameter: inspect.Parameter) -> None:
+    """Raise BadValue for a value of another type than the annotation or the default.
+
+    Only those of `_TYPES` are checked. All numbers are one type.
+    """
+    kind = parameter.annotation
+    if kind is parameter.empty:
+        kind = type(parameter.default)
+    if kind in _TYPES:
+        checks.check(key, value, _TYPES.get(type(value)) == _TYPES[kind], _TYPES[kind])
 
 
 def _row_defaults(optimizer: str, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -422,10 +441,13 @@ def _resolve_options(
     lacking = [name for name in given if name not in known]
     for name in lacking:
         if f"{PREFIX}{name}" in explicit:
-            accepted = ", ".join(f"{PREFIX}{name}" for name in known) or "none"
+            accepted = ", ".join(
+                f"{PREFIX}{name}" if name in asked else f"{name} by functools.partial"
+                for name in known
+            )
             raise ValueError(
                 f"{PREFIX}{name}={as_written(given[name])}: {method} has no such option; "
-                f"leave it out (its options: {accepted})"
+                f"leave it out (its options: {accepted or 'none'})"
             )
     if lacking and warn:
         keys = ", ".join(f"{PREFIX}{name}" for name in lacking)

@@ -227,6 +227,18 @@ def test_options_of_a_row_of_a_script_are_those_that_it_has(
         assert {name: found[name] for name in expected} == expected
 
 
+def test_an_error_names_keys_that_exist_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mine:
+        def __init__(
+            self, network: Any, layout: Any, *, beta: float = 0.2, theta: float = 1
+        ) -> None: ...
+
+    monkeypatch.setitem(AVERAGING, "mine", Mine)
+    own = r"optimizer_rank=2: .* \(its options: beta by functools.partial, optimizer_theta\)"
+    with pytest.raises(ValueError, match=own):
+        checked(configured(optimizer="mine", optimizer_rank=2), ALONE, ["optimizer_rank"])
+
+
 # Keys whose defaults depend on the task.
 
 

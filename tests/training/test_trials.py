@@ -212,6 +212,12 @@ class Seldom(Rule):
 def test_rows_of_a_script_are_tried_before_data_are_loaded(
     registry: dict[str, Any], row: Any, sentence: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    with pytest.raises((ValueError, TypeError), match=sentence) if sentence else nullcontext():
+        try_row(registry, row, monkeypatch)
+
+
+def try_row(registry: dict[str, Any], row: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checks of a configuration with this row, before data are loaded."""
     of_gradients = registry is AGGREGATIONS
     made = (lambda network, layout: row()) if of_gradients else row
     monkeypatch.setitem(registry, "mine", made)
@@ -221,8 +227,108 @@ def test_rows_of_a_script_are_tried_before_data_are_loaded(
         keys = {"optimizer": "power-gossip", "learning": "mine"}
     else:
         keys = {"optimizer": "mine"}
-    with pytest.raises((ValueError, TypeError), match=sentence) if sentence else nullcontext():
-        check_method(settings(**keys), Network(RING, ALONE))
+    check_method(settings(**keys), Network(RING, ALONE))
+
+
+class WithoutGradient(Rule):
+    def step(self) -> Any:
+        yield Mix(self._averaging.step(self._x))
+
+
+class WithoutRequests(Rule):
+    def step(self) -> Any:
+        self._x.mul_(0.5)
+
+
+class TwoGradients(Rule):
+    def step(self) -> Any:
+        yield Gradient()
+        self._x.add_((yield Update((yield Gradient()))))
+
+
+class UpdateOfOne(Rule):
+    def step(self) -> Any:
+        self._x.add_((yield Update((yield Gradient())[0])))
+
+
+class Name(Rule):
+    variables: ClassVar[Any] = "anchor"
+
+
+class Scalars(FilledMean):
+    def step(self, gradient: Tensor, mean: Tensor) -> Any:
+        mean[:] = torch.stack((yield Gather(list(gradient[:, 0])))).mean()
+
+
+class OnePiece(FilledMean):
+    def step(self, gradient: Tensor, mean: Tensor) -> Any:
+        mean[:] = torch.stack((yield Gather([gradient[0]]))).mean(0)
+
+
+class NotFlat(compressors.Identity):
+    def compress(self, v: Tensor, stream: Any) -> tuple[Tensor, ...]:
+        return (v,)
+
+
+class OneField(compressors.Identity):
+    def fields(self, rows: int, columns: int) -> Any:
+        return compressors.Field(torch.float32, rows * columns)
+
+
+@pytest.mark.parametrize(
+    ("registry", "row", "sentence"),
+    [
+        (
+            LEARNING,
+            WithoutGradient,
+            r"WithoutGradient.step yielded Mix; use g = yield Gradient\(\)",
+        ),
+        (LEARNING, WithoutRequests, "WithoutRequests.step yielded nothing; use g = yield Gradient"),
+        (LEARNING, TwoGradients, r"TwoGradients.step yielded Gradient; use Update\(g\) or Mix"),
+        (LEARNING, UpdateOfOne, r"Update of a tensor \(16,\); use one of shape \(4, 16\)"),
+        (LEARNING, Name, r"Name.variables=anchor: use a tuple: \('anchor',\)"),
+        (AGGREGATIONS, Scalars, r"Gather of a piece of shape \(\): use one of shape \(length,\)"),
+        (AGGREGATIONS, OnePiece, "Gather of 1 pieces: use one for each of the 4 workers"),
+        (COMPRESSORS, NotFlat, r"NotFlat.compress returned shape \(4, 1, 4, 4\) for field 0; use"),
+        (COMPRESSORS, OneField, r"OneField.fields returned Field\(.*\); use a tuple of Fields"),
+    ],
+)
+def test_a_wrong_row_of_a_script_is_named_in_one_sentence(
+    registry: dict[str, Any], row: Any, sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        try_row(registry, row, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("options", "accepted"),
+    [
+        ({"pull": 1, "sign": True, "kind": "a"}, None),
+        ({"pull": "abc"}, "learning_options.pull=abc: use a number"),
+        ({"pull": True}, "learning_options.pull=True: use a number"),
+        ({"sign": 1}, "learning_options.sign=1: use true or false"),
+        ({"kind": 1}, "learning_options.kind=1: use a string"),
+        ({"several": "auto"}, None),
+    ],
+)
+def test_options_of_a_learning_rule_of_a_script_have_types(
+    options: dict[str, Any], accepted: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Mine(Rule):
+        def __init__(
+            self,
+            workers: Any,
+            *,
+            pull: float = 0.5,
+            sign: bool = False,
+            kind: str = "",
+            several: float | str = 1.0,
+        ) -> None: ...
+
+    del Mine.__init__.__annotations__["pull"]  # the type is that of the default
+    monkeypatch.setitem(LEARNING, "mine", Mine)
+    with pytest.raises(ValueError, match=accepted) if accepted else nullcontext():
+        settings(optimizer="power-gossip", learning="mine", learning_options=options)
 
 
 @pytest.mark.parametrize("name", [*AVERAGING, *AGGREGATIONS])

@@ -1,10 +1,12 @@
 """The base of learning rules that exchange messages with neighbors once a step."""
 
 from collections.abc import Callable, Mapping
+from types import GeneratorType
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 from torch import Tensor
 
+from powergossip import checks
 from powergossip.algorithms.averaging import Averaging, Kind, begin_at
 from powergossip.algorithms.learning.interface import (
     Correction,
@@ -123,6 +125,9 @@ class GossipRule:
     _averaging: Averaging
 
     def __init__(self, workers: Workers):
+        for name in ("variables", "kept", "conserved"):
+            value, own = getattr(type(self), name), f"{type(self).__name__}.{name}"
+            checks.check(own, value, not isinstance(value, str), f"a tuple: ({value!r},)")
         self._network, self._make, self._local = workers.network, workers.make, workers.local
         parameters = workers.parameters
         self._x, self._g, self._layout = parameters.x, parameters.grad, parameters.layout
@@ -140,11 +145,22 @@ class GossipRule:
         """One step, in place on x. Requests the gradients once and the local update once."""
         raise NotImplementedError
 
+    def begin(self) -> tuple[RuleStep, Gradient]:
+        """A new step, and its request for the gradients. Raises ValueError if that is not first."""
+        step = self.step()
+        request = resumed(step) if isinstance(step, GeneratorType) else None
+        if not isinstance(request, Gradient):
+            raise self.unexpected(request, "g = yield Gradient() first")
+        return step, request
+
+    def unexpected(self, request: object, accepted: str) -> ValueError:
+        """The error of a request that is not accepted here. None: the step has ended."""
+        found = "yielded nothing" if request is None else f"yielded {type(request).__name__}"
+        return ValueError(f"{type(self).__name__}.step {found}; use {accepted}")
+
     def start(self) -> None:
         """Send the messages that may be in flight during the gradient. g ← 0."""
-        self._step = self.step()
-        request = next(self._step)
-        assert isinstance(request, Gradient)
+        self._step, request = self.begin()
         if request.meanwhile is not None:
             self._exchange = self._network.start(request.meanwhile)
         self._turns = request.turns
@@ -172,13 +188,27 @@ class GossipRule:
         if isinstance(request, Mix):
             self._network.run(request.conversation)
             return None
-        assert isinstance(request, Update)
-        assert request.direction is not None
+        if not isinstance(request, Update):
+            raise self.unexpected(request, "Update(g) or Mix(...) after the one Gradient()")
         with self._network.measure("update"):
+            return self._updated(request.direction)
+
+    def _updated(self, direction: Any) -> Tensor | None:
+        """The local optimizer's displacement, or None if it has made its step on x."""
+        try:
             if self.in_place:
-                self._local.step(request.direction)
+                self._local.step(direction)
                 return None
-            return self._local.displacement(request.direction)
+            return self._local.displacement(direction)
+        except Exception as error:
+            is_tensor = isinstance(direction, Tensor)
+            if is_tensor and direction.shape == self._x.shape:
+                raise
+            found = f"a tensor {tuple(direction.shape)}" if is_tensor else type(direction).__name__
+            raise ValueError(
+                f"{type(self).__name__}.step yielded Update of {found}; use one of shape "
+                f"{tuple(self._x.shape)}"
+            ) from error
 
     def begin_after(self, steps: int) -> None:
         """Begin beside parts of the models that have taken this number of steps."""
