@@ -74,7 +74,7 @@ class LearningRule:
             check_type(option, value, type(defaults[option]))
             if option == "adam_epsilon":
                 checks.positive(option, value)
-            elif not isinstance(value, bool):
+            elif _options.are_of_library(found) and not isinstance(value, bool):
                 checks.below_one(option, value)
         if max_norm is not None:
             if not found.clips:

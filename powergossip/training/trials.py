@@ -43,6 +43,13 @@ class Trial(NamedTuple):
     step: Callable[[Tensor], Any]
 
 
+class _Model(nn.Linear):
+    """A matrix, also for Muon."""
+
+    def hidden_matrices(self) -> list[str]:
+        return ["weight"]
+
+
 class SilentNetwork(Network):
     """A network whose workers receive zeros in place of all messages."""
 
@@ -76,7 +83,7 @@ def of_learning(make: Callable[[Network, Parameters], Any], network: Network, x:
         make: Function that makes a `methods.Method`.
     """
     (side, _) = _layout(x).shapes[0]
-    parameters = Parameters([nn.Linear(side, side, bias=False) for _ in network.workers])
+    parameters = Parameters([_Model(side, side, bias=False) for _ in network.workers])
     parameters.x.copy_(x)
     method = make(network, parameters)
 

@@ -584,6 +584,19 @@ def test_bad_combinations_are_rejected(name: str) -> None:
         GossipOptimizer(make(Quadratic(0)), method, processes=ALONE, **keywords)
 
 
+def test_options_of_a_rule_of_a_script_are_no_fractions(monkeypatch: pytest.MonkeyPatch) -> None:
+    class WarmUp(learning.DPSGD):
+        def __init__(self, workers: learning.Workers, *, num_steps: int = 10) -> None:
+            super().__init__(workers)
+
+    monkeypatch.setitem(learning.LEARNING, "warm-up", WarmUp)
+    model = Quadratic(0)
+    make = partial(GossipOptimizer, sgd(model), "dpsgd", processes=ALONE, learning="warm-up")
+    run(model, make(learning_options={"num_steps": 5}), 2)
+    with pytest.raises(BadInput, match="num_steps='abc': use an integer"):
+        make(learning_options={"num_steps": "abc"})
+
+
 @pytest.mark.parametrize(
     ("keywords", "steps", "group", "key"),
     [

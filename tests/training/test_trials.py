@@ -331,6 +331,15 @@ def test_options_of_a_learning_rule_of_a_script_have_types(
         settings(optimizer="power-gossip", learning="mine", learning_options=options)
 
 
+@pytest.mark.parametrize("local_optimizer", ["sgd", "adamw", "muon"])
+def test_a_learning_rule_of_a_script_has_any_local_optimizer(
+    local_optimizer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(LEARNING, "mine", Rule)
+    c = settings(optimizer="dpsgd", learning="mine", local_optimizer=local_optimizer)
+    check_method(c, Network(RING, ALONE))
+
+
 @pytest.mark.parametrize("name", [*AVERAGING, *AGGREGATIONS])
 def test_methods_of_the_library_pass(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     c = settings(optimizer=name)
