@@ -287,7 +287,11 @@ class Plan:
             kind, length = fields[s][f]
             layers = stacks[s].layers
             if isinstance(kind, Levels):
-                assert self.levels in (None, kind), "a message has one kind of levels"
+                if self.levels not in (None, kind):
+                    raise ValueError(
+                        f"{type(compressor).__name__}.fields returned {self.levels} and {kind}; "
+                        "use one kind of Levels"
+                    )
                 self.levels = kind
                 placed[s, f] = Place(None, layers, length, self.count)
                 self.count += layers * length

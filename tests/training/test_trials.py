@@ -275,6 +275,12 @@ class OneField(compressors.Identity):
         return compressors.Field(torch.float32, rows * columns)
 
 
+class TwoKinds(compressors.Identity):
+    def fields(self, rows: int, columns: int) -> Any:
+        kinds = compressors.Levels(-1, 2, 2), compressors.Levels(-1, 1, 3)
+        return tuple(compressors.Field(kind, rows * columns) for kind in kinds)
+
+
 @pytest.mark.parametrize(
     ("registry", "row", "sentence"),
     [
@@ -291,6 +297,7 @@ class OneField(compressors.Identity):
         (AGGREGATIONS, OnePiece, "Gather of 1 pieces: use one for each of the 4 workers"),
         (COMPRESSORS, NotFlat, r"NotFlat.compress returned shape \(4, 1, 4, 4\) for field 0; use"),
         (COMPRESSORS, OneField, r"OneField.fields returned Field\(.*\); use a tuple of Fields"),
+        (COMPRESSORS, TwoKinds, r"TwoKinds.fields returned Levels\(.*; use one kind of Levels"),
     ],
 )
 def test_a_wrong_row_of_a_script_is_named_in_one_sentence(
