@@ -259,22 +259,36 @@ class Directions:
                 self._norms.flat.add_(self._absent)
             if not (self._norms.flat <= self._noise_bounds.flat * self._own_norms.flat).any():
                 return
-        largest = (self._largest(views) for views in (theirs, ours, self.views))
-        for their, own, of_d, d in zip(*largest, self.views, strict=True):
-            noise = of_d <= NOISE[d.dtype] * torch.maximum(their, own)
-            d.masked_fill_(noise[..., None], 0)
+        of_both, of_d = (self._scales.flat, self._own_norms.flat), self._norms.flat
+        self._largest(theirs, self._scales)
+        self._largest(ours, self._own_norms)
+        self._largest(self.views, self._norms)
+        noise = of_d <= NOISE[of_d.dtype] * torch.maximum(*of_both)
+        for d, which in zip(self.views, self._masks(noise), strict=True):
+            d.masked_fill_(which, 0)
 
-    def _largest(self, views: Sequence[Tensor]) -> list[Tensor]:
+    def _largest(self, views: Sequence[Tensor], out: PerDirection) -> None:
         """The largest magnitude in each direction of views [batch, neighbor, rank, length]."""
-        return [view.abs().amax(-1) for view in views]
+        for view, largest in zip(views, out.views, strict=True):
+            torch.linalg.vector_norm(view, torch.inf, dim=-1, out=largest)
+
+    def _masks(self, which: Tensor) -> list[Tensor]:
+        """Some directions [direction], by stack: [batch, neighbor, rank, 1]."""
+        signs = self._signs.views
+        parts = zip(which.split([sign.numel() for sign in signs]), signs, strict=True)
+        return [part.view(*sign.shape, 1) for part, sign in parts]
 
     # --- Random directions ---
 
     def draw(self, counter: int) -> None:
         """Sample directions from the edges' random streams: the same at both ends."""
+        self.unpack(self._drawn(counter))
+
+    def _drawn(self, counter: int) -> Tensor:
+        """Random directions in the form of a message."""
         edges = self._edges
         drawn = randomness.normal(edges.key, counter, (self._whole_size,))
-        self.unpack(drawn.to(edges.sign).mul_((edges.sign * (1 - edges.absent))[..., None]))
+        return drawn.to(edges.sign).mul_((edges.sign * (1 - edges.absent))[..., None])
 
     def _redraw_collapsed(self, norms: Tensor, counter: int) -> bool:
         """Resample the directions of norm 0 and return whether there were any.
@@ -286,30 +300,24 @@ class Directions:
             norms.add_(self._absent)
         if self.branches and norms.all():
             return False
+        collapsed = self._masks(norms == 0)
+        if not self.branches:  # all are drawn, in few kernels
+            drawn = self._views_of(self._drawn(counter), self._whole)
+            for stack, (view, which) in enumerate(zip(self.views, collapsed, strict=True)):
+                torch.where(which, self._own(stack, drawn[stack]), view, out=view)
+            return True
         # For each direction, its index in the message: there begins its part of the edge's stream.
         index = torch.arange(self._whole_size, device=norms.device)
         starts = self._views_of(index.expand(*self._edges.key.shape, -1), self._whole)
-        collapsed = (norms == 0).split([sign.numel() for sign in self._signs.views])
         places = zip(starts, collapsed, self._signs.views, strict=True)
-        for stack, (start, which, sign) in enumerate(places):
-            if self.branches:
-                if which.any():
-                    which = which.view(sign.shape)
-                    key = self._edges.key[:, :, None].expand(sign.shape)
-                    drawn = self._drawn(stack, key[which], counter, start[which])
-                    self.views[stack][which] = drawn * sign[which][:, None]
-            else:
-                key = self._edges.key[:, :, None].expand(sign.shape)
-                drawn = self._drawn(stack, key, counter, start) * sign[..., None]
-                chosen = which.view(*sign.shape, 1)
-                self.views[stack].copy_(torch.where(chosen, drawn, self.views[stack]))
+        for stack, (start, mask, sign) in enumerate(places):
+            if mask.any():
+                which, key = mask[..., 0], self._edges.key[:, :, None].expand(sign.shape)
+                length = start.shape[-1:]
+                random = randomness.normal(key[which], counter, length, start[which][..., 0])
+                own = self._own(stack, random.to(self.flat))
+                self.views[stack][which] = own * sign[which][:, None]
         return True
-
-    def _drawn(self, stack: int, key: Tensor, counter: int, index: Tensor) -> Tensor:
-        """This process' part of random directions of a stack, for keys [*] and the indices of their
-        elements in the message [*, length]."""
-        drawn = randomness.normal(key, counter, index.shape[-1:], index[..., 0])
-        return self._own(stack, drawn.to(self.flat))
 
     # --- Orthonormal directions ---
 

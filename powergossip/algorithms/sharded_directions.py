@@ -85,12 +85,11 @@ class DividedSide(MatrixSide):
         super()._compute_gram()
         self._shards.sum_(self._gram)
 
-    def _largest(self, views: Sequence[Tensor]) -> list[Tensor]:
-        # A block may be without rows.
-        found = [torch.nn.functional.pad(view.abs(), (0, 1)).amax(-1) for view in views]
-        flat = self._shards.max_(torch.cat([largest.flatten() for largest in found]))
-        parts = flat.split([largest.numel() for largest in found])
-        return [part.view_as(largest) for part, largest in zip(parts, found, strict=True)]
+    def _largest(self, views: Sequence[Tensor], out: PerDirection) -> None:
+        for view, largest in zip(views, out.views, strict=True):
+            # A block may be without rows.
+            torch.amax(torch.nn.functional.pad(view.abs(), (0, 1)), -1, out=largest)
+        self._shards.max_(out.flat)
 
 
 def sharded_sides(
