@@ -4,6 +4,7 @@ Token buckets limit the links. At a rate this slow, the load of the machine matt
 """
 
 import json
+import math
 import os
 import re
 import shutil
@@ -262,10 +263,14 @@ def test_a_link_carries_its_rate_each_way(start: Start) -> None:
         assert (code, errors) == (0, "")
         return [max(rates) for rates in zip(*json.loads(output), strict=True)]
 
-    limited = best("20mbit")
-    assert min(limited) > 0.75 * RATE
-    assert max(limited) < 1.05 * RATE
-    assert min(best("none")) > 5 * RATE
+    def reaches(rate: str, least: float, most: float) -> bool:
+        found = best(rate)
+        assert max(found) < most
+        return min(found) > least
+
+    # A busy machine is slower at times, never faster.
+    assert any(reaches("20mbit", 0.75 * RATE, 1.05 * RATE) for _ in range(5))
+    assert any(reaches("none", 5 * RATE, math.inf) for _ in range(5))
 
 
 # --- Its end --------------------------------------------------------------------------------------
