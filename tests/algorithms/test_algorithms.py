@@ -289,6 +289,16 @@ def test_finite_time_gossip_does_not_go_away_from_the_mean(name: str) -> None:
     assert errors[-1] < 1e-6 * errors[0]
 
 
+def test_each_pass_of_finite_time_gossip_is_exact() -> None:
+    layout, network = Layout([(10, 10)]), alone("ring", 8)
+    averaging = algorithms.make("finite-time", network, layout, AveragingOptions())
+    for seed in range(3):
+        x = start(8, layout, seed)
+        before = variance(x)
+        steps(network, averaging, x, 4)
+        assert variance(x) < 1e-8 * before
+
+
 @pytest.mark.parametrize(("n", "contraction"), [(8, 0.446463), (16, 0.673514)])
 def test_chebyshev_contracts_by_the_rate_of_the_spectrum(n: int, contraction: float) -> None:
     layout, network = Layout([(10, 10)]), alone("ring", n)

@@ -1,5 +1,7 @@
 """Laws of PowerGossip."""
 
+from collections.abc import Callable
+
 import networkx as nx
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from powergossip.algorithms import AveragingOptions, PlainGossip, PowerGossip
 from powergossip.algorithms.directions import Directions, EdgeConstants, matrix_sides
 from powergossip.algorithms.power_gossip_reference import PowerGossipReference
 from powergossip.network import Conversation, Network
+from powergossip.optimizers.precision import Rounding
 from powergossip.parameters import Layout
 from powergossip.tasks.models import ResNet20
 from tests.harness.averaging import (
@@ -396,19 +399,40 @@ def test_edges_have_random_directions_of_their_own() -> None:
 def test_both_ends_decide_alike_about_rounding_errors(
     theirs: list[float], agree: bool, compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The direction is (1, 0), with which the products are the first rows."""
     if not compiled:
         monkeypatch.setattr(kernels, "load", lambda network: None)
-    network, layout = alone("ring", 2), Layout([(2, 65)])
+    own = torch.tensor([[1.0] + [0.0] * 64, theirs])
+    difference = torch.zeros(2, 65) if agree else torch.stack([own[1] - own[0], own[0] - own[1]])
+    assert torch.equal(next_directions(own), difference)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_both_ends_decide_alike_about_messages_in_half_precision(
+    compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A difference between 1e-6 of the maximum of a message, and of the product before rounding."""
+    if not compiled:
+        monkeypatch.setattr(kernels, "load", lambda network: None)
+    difference = torch.tensor([0.0] * 64 + [168 * 2**-27])
+    own = torch.stack([torch.tensor([1.253] + [0.0] * 64), difference])
+    own[1, 0] = 1.25  # as 1.253 in bfloat16
+    found = next_directions(own, Rounding(torch.bfloat16))
+    assert torch.equal(found, torch.stack([difference, -difference]))
+
+
+def next_directions(
+    rows: Tensor, sent: Callable[[Conversation], Conversation] = lambda conversation: conversation
+) -> Tensor:
+    """Directions of two workers after an iteration with (1, 0), with which products are the rows
+    [worker, column]."""
+    network, layout = alone("ring", 2), Layout([(2, rows.shape[1])])
     averaging = power_gossip(network, layout)
     state = averaging.state_dict()
     state["matrices"]["directions"] = [torch.tensor([[[1.0, 0.0]], [[-1.0, 0.0]]])]
     averaging.load_state_dict(state)
-    own = torch.tensor([[1.0] + [0.0] * 64, theirs])
-    steps(network, averaging, torch.cat([own, torch.zeros(2, 65)], 1), 1)
+    network.run(sent(averaging.step(torch.cat([rows, torch.zeros_like(rows)], 1))))
     (found,) = averaging.state_dict()["matrices"]["directions"]
-    difference = torch.zeros(2, 65) if agree else torch.stack([own[1] - own[0], own[0] - own[1]])
-    assert torch.equal(found[:, 0], difference)
+    return found[:, 0]
 
 
 @pytest.mark.parametrize(

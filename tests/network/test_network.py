@@ -5,6 +5,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -563,6 +564,12 @@ class Survivors(Processes):
 @pytest.mark.parametrize(("device", "staged"), [("cuda", True), ("cpu", False)])
 def test_messages_of_processes_that_can_be_lost_are_staged(device: str, staged: bool) -> None:
     assert Connection(Survivors(), torch.device(device)).stage == staged
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_messages_on_a_gpu_are_staged_unless_the_channel_accepts_its_memory(direct: bool) -> None:
+    channel: Any = SimpleNamespace(direct=direct)
+    assert Connection(Processes(), torch.device("cuda"), channel=channel).stage != direct
 
 
 def test_counts_are_loaded_from_any_device() -> None:

@@ -1,5 +1,6 @@
 """The layout of parameters: every element has one index, and views are views."""
 
+from copy import deepcopy
 from math import prod
 
 import pytest
@@ -9,7 +10,15 @@ from hypothesis import strategies as st
 from torch import nn
 
 from powergossip import parameters
-from powergossip.parameters import Layout, Parameters, batches, matrix_shape, put_in, take_out
+from powergossip.parameters import (
+    Layout,
+    Parameters,
+    batches,
+    is_misaligned,
+    matrix_shape,
+    put_in,
+    take_out,
+)
 from tests.harness.fake_device import CUDA, fake_device
 
 shapes_of_tensors = st.lists(
@@ -171,21 +180,24 @@ class Net(nn.Module):
         self.norm, self.output = norm, nn.Linear(8, labels)
 
 
+@pytest.mark.parametrize("enabled", [True, False])
 @pytest.mark.parametrize(
     ("norm", "labels", "misaligned"),
     [
         (nn.BatchNorm2d(8), 8, False),
         (nn.BatchNorm2d(8), 10, True),
         (nn.BatchNorm2d(6), 8, True),  # its bias
+        (nn.BatchNorm2d(6, affine=False), 8, True),  # its running variance
         (nn.GroupNorm(2, 8), 10, False),  # PyTorch's own kernels
     ],
 )
 def test_batch_norm_of_misaligned_tensors_is_without_cudnn(
-    norm: nn.Module, labels: int, misaligned: bool, monkeypatch: pytest.MonkeyPatch
+    norm: nn.Module, labels: int, misaligned: bool, enabled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU. Also if the layer raises."""
+    """On a GPU. Also if the layer raises. Afterwards cuDNN is enabled if it was before."""
+    norm = deepcopy(norm)
     monkeypatch.setattr(parameters, "check_parameters", lambda *_, **__: None)
-    monkeypatch.setattr(torch.backends.cudnn, "enabled", True)
+    monkeypatch.setattr(torch.backends.cudnn, "enabled", enabled)
     with fake_device():
         Parameters([Net(norm, labels)], CUDA)
     seen = []
@@ -197,11 +209,15 @@ def test_batch_norm_of_misaligned_tensors_is_without_cudnn(
 
     monkeypatch.setattr(norm, "forward", forward)
     norm(False)
-    assert torch.backends.cudnn.enabled
+    assert torch.backends.cudnn.enabled == enabled
     with pytest.raises(ZeroDivisionError):
         norm(True)
-    assert torch.backends.cudnn.enabled
-    assert seen == [not misaligned] * 2
+    assert torch.backends.cudnn.enabled == enabled
+    assert seen == [enabled and not misaligned] * 2
+
+
+def test_no_memory_of_a_cpu_is_misaligned() -> None:
+    assert not is_misaligned(torch.zeros(3)[1:])
 
 
 def test_rows_of_buffers_begin_at_a_multiple_of_64_bytes() -> None:

@@ -16,6 +16,7 @@ from powergossip.compressors import COMPRESSORS
 from powergossip.network import Gather, Mean, Network, Processes, ToAll
 from powergossip.runs import configuration
 from powergossip.topologies import make
+from powergossip.training import trials
 from powergossip.training.config import Settings
 from powergossip.training.config_checks import checked
 from powergossip.training.methods import check_method
@@ -99,6 +100,32 @@ class AssignedMean(Aggregation):
 class FilledMean(Aggregation):
     def step(self, gradient: Tensor, mean: Tensor) -> Any:
         mean.copy_((yield Mean(gradient)))
+        gradient.zero_()
+
+
+class PartlyOwn(Aggregation):
+    def step(self, gradient: Tensor, mean: Tensor) -> Any:
+        torch.lerp(gradient, (yield Mean(gradient)), 0.5, out=mean)
+        gradient.zero_()
+
+
+class Scheduled(Aggregation):
+    def at_epoch(self, epoch: float) -> None:
+        self.epoch = epoch
+
+    def at_learning_rate(self, *rates: float) -> None:
+        self.rate = rates[0]
+
+    def step(self, gradient: Tensor, mean: Tensor) -> Any:
+        mean.copy_((yield Mean(gradient))).mul_(self.rate * (1 + self.epoch))
+        gradient.zero_()
+
+
+class Normalized(Aggregation):
+    """It fails where all messages are zero."""
+
+    def step(self, gradient: Tensor, mean: Tensor) -> Any:
+        mean.copy_((yield Mean(gradient))).mul_(1 / float(mean.norm()))
         gradient.zero_()
 
 
@@ -196,6 +223,9 @@ class Seldom(Rule):
         (AVERAGING, WithoutState, "optimizer=mine has no state_dict; checkpoints need it"),
         (AVERAGING, Forgetful, "optimizer=mine goes on differently from a checkpoint"),
         (AGGREGATIONS, FilledMean, None),
+        (AGGREGATIONS, PartlyOwn, None),
+        (AGGREGATIONS, Scheduled, None),
+        (AGGREGATIONS, Normalized, None),
         (AGGREGATIONS, Gathered, None),
         (AGGREGATIONS, AssignedMean, "optimizer=mine does not change mean"),
         (AGGREGATIONS, ReadsRows, "optimizer=mine computes a worker's mean from the gradient of"),
@@ -216,7 +246,30 @@ def test_rows_of_a_script_are_tried_before_data_are_loaded(
         try_row(registry, row, monkeypatch)
 
 
-def try_row(registry: dict[str, Any], row: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("registry", "row"), [(AVERAGING, Complete), (LEARNING, Rule)])
+@pytest.mark.parametrize(("topology", "n"), [("one-peer-exponential", 4), ("ring", 1)])
+def test_rows_are_tried_on_the_topology_of_the_run(
+    topology: str, n: int, registry: dict[str, Any], row: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the steps of a trial, a period of the topology may not be over."""
+    try_row(registry, row, monkeypatch, topology, n)
+
+
+def test_a_trial_draws_none_of_the_random_numbers_of_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = torch.get_rng_state()
+    try_row(AVERAGING, Random, monkeypatch)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def try_row(
+    registry: dict[str, Any],
+    row: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    topology: str = "ring",
+    n: int = 4,
+) -> None:
     """The checks of a configuration with this row, before data are loaded."""
     of_gradients = registry is AGGREGATIONS
     made = (lambda network, layout: row()) if of_gradients else row
@@ -224,10 +277,11 @@ def try_row(registry: dict[str, Any], row: Any, monkeypatch: pytest.MonkeyPatch)
     if registry is COMPRESSORS:
         keys = {"optimizer": "choco", "optimizer_compressor": "mine"}
     elif registry is LEARNING:
-        keys = {"optimizer": "power-gossip", "learning": "mine"}
+        keys = {"optimizer": "dpsgd", "learning": "mine"}
     else:
         keys = {"optimizer": "mine"}
-    check_method(settings(**keys), Network(RING, ALONE))
+    c = settings(topology=topology, n_workers=n, **keys)
+    check_method(c, Network(make(topology, n), ALONE))
 
 
 class WithoutGradient(Rule):
@@ -344,6 +398,27 @@ def test_a_learning_rule_of_a_script_has_any_local_optimizer(
 ) -> None:
     monkeypatch.setitem(LEARNING, "mine", Rule)
     c = settings(optimizer="dpsgd", learning="mine", local_optimizer=local_optimizer)
+    check_method(c, Network(RING, ALONE))
+
+
+def test_a_learning_rule_of_a_script_may_have_many_local_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Mine(Rule):
+        variables: ClassVar[tuple[str, ...]] = ("anchor", "steps")
+
+        def __init__(self, workers: Any, *, local_steps: int = 1) -> None:
+            super().__init__(workers)
+            self._local_steps, self._steps = local_steps, 0
+
+        def step(self) -> Any:
+            self._x.add_((yield Update((yield Gradient()))))
+            self._steps += 1
+            if self._steps % self._local_steps == 0:
+                yield Mix(self._averaging.step(self._x))
+
+    monkeypatch.setitem(LEARNING, "mine", Mine)
+    c = settings(optimizer="dpsgd", learning="mine", local_steps=trials.MOST + 1)
     check_method(c, Network(RING, ALONE))
 
 
