@@ -24,7 +24,7 @@ from powergossip.training.config import Settings
 from powergossip.training.methods import make_method
 
 SIZE = 16  # rows and columns of the matrices
-STEPS, SILENT_STEPS = 10, 3
+STEPS = 10
 
 
 def probe(own: Values, topology: Topology) -> None:
@@ -67,12 +67,13 @@ def _check(
         return trial.tensors[0]
 
     nobody = torch.zeros(topology.n_workers, dtype=torch.bool)
-    x = after(Network, nobody, STEPS)
-    if gradient == 0 and torch.equal(x, _rows(nobody)):
-        raise BadInput(f"{name} does not change x in {STEPS} steps; a step changes it in place")
-    as_they_are = after(trials.SilentNetwork, nobody, SILENT_STEPS)
+    if gradient == 0 and all(
+        torch.equal(after(Network, nobody, steps), _rows(nobody)) for steps in (STEPS, trials.MOST)
+    ):
+        raise BadInput(f"{name} does not change x; a step changes it in place")
+    as_they_are = after(trials.SilentNetwork, nobody, STEPS)
     for changed in _halves(topology.n_workers):
-        others = after(trials.SilentNetwork, changed, SILENT_STEPS)[~changed]
+        others = after(trials.SilentNetwork, changed, STEPS)[~changed]
         if not torch.allclose(others, as_they_are[~changed], rtol=1e-3, atol=1e-5, equal_nan=True):
             raise BadInput(
                 f"{name} changes a worker's model by that of another one, without a message; the "

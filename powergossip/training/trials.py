@@ -24,7 +24,7 @@ from powergossip.training.config import Settings
 from powergossip.trees import map_tensors
 
 STEPS, MORE = 7, 3  # before and after a state is saved
-MOST = 1000  # steps in which a learning rule has to send messages
+MOST = 1000  # steps in which a method has to average
 SIZE = 4  # rows and columns of the only matrix
 
 
@@ -129,11 +129,17 @@ def try_averaging(
     Raises ValueError if x stays as it is, for an incomplete state, and the errors of the steps.
     """
     name, x = _name(c), _start(topology)
-    trial = _tried(name, lambda: of_averaging(make, _network(topology), _start(topology)))
-    for number in (STEPS, MORE):
-        _steps(Trial(trial.network, (x,), (), x.add_), number)
-    if topology.n_workers > 1 and torch.equal(trial.tensors[0], x):
+
+    def new() -> Trial:
+        return of_averaging(make, _network(topology), _start(topology))
+
+    trial = new()
+    alone = Trial(trial.network, (x,), (), x.add_)
+    if topology.n_workers > 1 and not any(
+        _steps(trial, 1)[0].ne(_steps(alone, 1)[0]).any() for _ in range(MOST)
+    ):
         raise ValueError(f"{name} does not change x; a step changes it in place")
+    _tried(name, new)
 
 
 def try_aggregation(
@@ -144,9 +150,14 @@ def try_aggregation(
     Raises ValueError also if the mean stays as it is, or has gradients that no message had.
     """
     name = _name(c)
-    trial = _tried(name, lambda: _of_aggregation(c, make, _network(topology), _start(topology)))
-    if not trial.tensors[1].any():
+
+    def new() -> Trial:
+        return _of_aggregation(c, make, _network(topology), _start(topology))
+
+    trial = new()
+    if not any(_steps(trial, 1)[1].any() for _ in range(MOST)):
         raise ValueError(f"{name} does not change mean; a step fills it in place")
+    trial = _tried(name, new)
     if not isinstance(trial.parts[0], ErrorFeedback):  # which decodes once in a process
         _check_messages(name, c, topology, make)
 
@@ -160,7 +171,7 @@ def _check_messages(
         silent = SilentNetwork(topology, Processes())
         trial = _of_aggregation(c, make, silent, _start(topology))
         with suppress(Exception):  # some cannot work with zeros
-            _steps(trial, MORE, change)
+            _steps(trial, STEPS + MORE, change)
             means.append(trial.tensors[1][1:])
     if len(means) == 2 and not _are_close(means[:1], means[1:]):
         raise ValueError(

@@ -457,7 +457,7 @@ def to_something_else(x: Tensor) -> Any:
     [
         (to_the_mean, "changes a worker's model by that of another one, without a message"),
         (to_a_neighbor, "changes a worker's model by that of another one, without a message"),
-        (to_something_else, "does not change x in 10 steps; a step changes it in place"),
+        (to_something_else, "does not change x; a step changes it in place"),
         (to_a_tensor, "yielded Tensor; use ToAll, ToEach, Mean or Gather"),
         (to_one_message, r"ToAll of a tensor \(256,\): use one of shape \(8, ...\)"),
         (to_one_mean, r"Mean of a tensor \(256,\): use one of shape \(8, ...\)"),

@@ -92,6 +92,23 @@ class Complete(Forgetful):
         self.before = state["before"]
 
 
+class Rarely(InPlace):
+    """Messages in every 20th step only."""
+
+    number = 0
+
+    def step(self, x: Tensor) -> Any:
+        self.number += 1
+        if self.number % 20 == 0:
+            x.copy_((yield ToAll(x)).mean(1))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"number": self.number}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.number = state["number"]
+
+
 class AssignedMean(Aggregation):
     def step(self, gradient: Tensor, mean: Tensor) -> Any:
         mean = yield Mean(gradient)  # noqa: F841
@@ -140,6 +157,38 @@ class ReadsRows(Aggregation):
         yield Gather(list(gradient[:, :1]))
         mean.copy_(gradient.mean(0).expand_as(mean))
         gradient.zero_()
+
+
+class ReadsRowsLater(Aggregation):
+    """From its fifth step on."""
+
+    number = 0
+
+    def step(self, gradient: Tensor, mean: Tensor) -> Any:
+        self.number += 1
+        received = yield Mean(gradient)
+        mean.copy_(received if self.number < 5 else gradient.mean(0).expand_as(mean))
+        gradient.zero_()
+
+
+class RarelyFilled(Aggregation):
+    """The mean of the last 20 gradients, in every 20th step."""
+
+    number = 0
+
+    def step(self, gradient: Tensor, mean: Tensor) -> Any:
+        self.number += 1
+        if self.number % 20:
+            mean.zero_()
+        else:
+            mean.copy_((yield Mean(gradient)))
+            gradient.zero_()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"number": self.number}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.number = state["number"]
 
 
 class ForgetsMomentum(FilledMean):
@@ -218,17 +267,24 @@ class Seldom(Rule):
         (AVERAGING, Complete, None),
         (AVERAGING, Random, None),
         (AVERAGING, RandomByItself, None),
+        (AVERAGING, Rarely, None),
         (AVERAGING, Assigned, "optimizer=mine does not change x; a step changes it in place"),
         (AVERAGING, WithoutYield, "a step returned NoneType; use a generator"),
         (AVERAGING, WithoutState, "optimizer=mine has no state_dict; checkpoints need it"),
         (AVERAGING, Forgetful, "optimizer=mine goes on differently from a checkpoint"),
         (AGGREGATIONS, FilledMean, None),
         (AGGREGATIONS, PartlyOwn, None),
+        (AGGREGATIONS, RarelyFilled, None),
         (AGGREGATIONS, Scheduled, None),
         (AGGREGATIONS, Normalized, None),
         (AGGREGATIONS, Gathered, None),
         (AGGREGATIONS, AssignedMean, "optimizer=mine does not change mean"),
         (AGGREGATIONS, ReadsRows, "optimizer=mine computes a worker's mean from the gradient of"),
+        (
+            AGGREGATIONS,
+            ReadsRowsLater,
+            "optimizer=mine computes a worker's mean from the gradient of",
+        ),
         (AGGREGATIONS, ForgetsMomentum, "optimizer=mine goes on differently from a checkpoint"),
         (COMPRESSORS, AssignedOut, "optimizer=choco with compressor=mine does not change x"),
         (LEARNING, Rule, None),
