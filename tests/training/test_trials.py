@@ -1,5 +1,6 @@
 """Trial steps of rows that a script has added: mistakes end a run before data are loaded."""
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any, ClassVar
 
@@ -187,7 +188,7 @@ class RarelyFilled(Aggregation):
     def state_dict(self) -> dict[str, Any]:
         return {"number": self.number}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.number = state["number"]
 
 
