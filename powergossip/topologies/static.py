@@ -35,16 +35,25 @@ def undirected(
     note: str = "",
     trees: tuple[Tree, ...] | None = None,
 ) -> Topology:
-    """The static topology of a networkx graph. Its nodes, in its own order, are the workers.
+    """The static topology of a networkx graph.
 
+    Nodes 0 … n−1 are the indices of the workers. Other nodes are workers in the graph's own order.
     Self-loops and edge attributes are ignored. `trees` as in `Topology`.
 
     Raises:
-        ValueError: If the graph is not connected.
+        ValueError: If the graph is directed, or not connected.
     """
+    if graph.is_directed():
+        raise ValueError(
+            f'topology "{name}" is directed: use an undirected graph, or write it to a file for '
+            "topology_options.directed=true"
+        )
+    n = len(graph)
     index = {node: i for i, node in enumerate(graph)}
+    if index.keys() == set(range(n)):
+        index = {i: i for i in range(n)}
     edges = [(index[a], index[b]) for a, b in graph.edges()]
-    return of_edges(name, len(index), edges, weights, note, trees)
+    return of_edges(name, n, edges, weights, note, trees)
 
 
 def of_edges(

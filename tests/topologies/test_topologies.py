@@ -75,9 +75,9 @@ def distance_kept(topology: Topology, diffusion_rate: float, steps: int) -> floa
 
 @st.composite
 def connected_graphs(draw: st.DrawFn) -> nx.Graph:
-    """A random tree with random further edges."""
+    """A random tree with random further edges, and nodes in any order."""
     n = draw(st.integers(2, 12))
-    graph = nx.empty_graph(n)
+    graph = nx.empty_graph(draw(st.permutations(range(n))))
     graph.add_edges_from((i, draw(st.integers(0, i - 1))) for i in range(1, n))
     worker = st.integers(0, n - 1)
     graph.add_edges_from(draw(st.lists(st.tuples(worker, worker), max_size=20)))
@@ -394,6 +394,9 @@ def test_contraction_of_directed_graphs() -> None:
 def test_every_connected_graph_averages(graph: nx.Graph) -> None:
     topology = undirected("drawn", graph)
     n = topology.n_workers
+    for i in range(n):
+        sources = {j for j, _ in topology.round(0).sources(i)}
+        assert sources == set(graph[i]) - {i}
     W = topology.round(0).matrix().toarray()
     np.testing.assert_array_equal(W, W.T)
     np.testing.assert_allclose(W.sum(axis=0), 1, atol=1e-12)
@@ -715,6 +718,13 @@ def test_a_round_leaves_its_arguments_alone() -> None:
     r = Round(weights)
     assert weights.indices.tolist() == [2, 1, 1]
     assert r.sources(0) == [(1, 0.3), (2, 0.2)]
+
+
+def test_nodes_with_names_are_workers_in_their_order() -> None:
+    topology = undirected("drawn", nx.Graph([("c", "a"), ("a", "b")]))
+    assert topology.round(0).sources(0) == topology.round(0).sources(2)
+    with pytest.raises(ValueError, match='topology "drawn" is directed: use an undirected graph'):
+        undirected("drawn", nx.DiGraph([(0, 1), (1, 0)]))
 
 
 # Files
