@@ -25,7 +25,7 @@ from powergossip.trees import map_tensors
 
 STEPS, MORE = 7, 3  # before and after a state is saved
 MOST = 1000  # steps in which a method has to average
-SIZE = 4  # rows and columns of the only matrix
+SIZE = 32  # rows and columns of the only matrix
 
 
 class Trial(NamedTuple):
@@ -126,7 +126,8 @@ def try_averaging(
 ) -> None:
     """Make steps with matrices of normal numbers, all workers in this process.
 
-    Raises ValueError if x stays as it is, for an incomplete state, and the errors of the steps.
+    Raises ValueError if x stays as it is, if nothing is sent, for an incomplete state, and the
+    errors of the steps.
     """
     name, x = _name(c), _start(topology)
 
@@ -139,6 +140,7 @@ def try_averaging(
         _steps(trial, 1)[0].ne(_steps(alone, 1)[0]).any() for _ in range(MOST)
     ):
         raise ValueError(f"{name} does not change x; a step changes it in place")
+    _check_sent(name, trial)
     _tried(name, new)
 
 
@@ -147,7 +149,8 @@ def try_aggregation(
 ) -> None:
     """The same for an aggregation.
 
-    Raises ValueError also if the mean stays as it is, or has gradients that no message had.
+    Raises ValueError also if the mean stays as it is, differs between workers, or has gradients
+    that no message had.
     """
     name = _name(c)
 
@@ -157,9 +160,22 @@ def try_aggregation(
     trial = new()
     if not any(_steps(trial, 1)[1].any() for _ in range(MOST)):
         raise ValueError(f"{name} does not change mean; a step fills it in place")
+    _check_sent(name, trial)
+    mean = trial.tensors[1]
+    if not _are_close([mean], [mean[:1].expand_as(mean)]):
+        raise ValueError(f"{name} fills mean with another one for each worker; use equal rows")
     trial = _tried(name, new)
     if not isinstance(trial.parts[0], ErrorFeedback):  # which decodes once in a process
         _check_messages(name, c, topology, make)
+
+
+def _check_sent(name: str, trial: Trial) -> None:
+    """Make steps until a worker has sent something. Raises ValueError after `MOST` of them."""
+    for _ in range(MOST):
+        if trial.network.n_workers == 1 or trial.network.bits.any():
+            return
+        _steps(trial, 1)
+    raise ValueError(f"{name} sends no messages; a step yields them")
 
 
 def _check_messages(
@@ -260,7 +276,11 @@ def _steps(trial: Trial, number: int, change: float = 0.0) -> tuple[Tensor, ...]
         for _ in range(number):
             numbers = torch.randn(trial.tensors[0].shape, generator=random)
             numbers[0] += change
-            trial.step(numbers)
+            try:
+                trial.step(numbers)
+            except Exception as error:
+                error.add_note(f"in a trial step, with a matrix {SIZE} × {SIZE} for each worker")
+                raise
     return trial.tensors
 
 

@@ -447,6 +447,12 @@ def with_an_error(x: Tensor) -> Any:
     raise KeyError("nothing")
 
 
+def to_nobody(x: Tensor) -> Any:
+    x.mul_(0.5)
+    return
+    yield
+
+
 def to_something_else(x: Tensor) -> Any:
     received = yield ToAll(x)
     x = received.mean(1)
@@ -457,6 +463,7 @@ def to_something_else(x: Tensor) -> Any:
     [
         (to_the_mean, "changes a worker's model by that of another one, without a message"),
         (to_a_neighbor, "changes a worker's model by that of another one, without a message"),
+        (to_nobody, "sends no messages; a step yields them"),
         (to_something_else, "does not change x; a step changes it in place"),
         (to_a_tensor, "yielded Tensor; use ToAll, ToEach, Mean or Gather"),
         (to_one_message, r"ToAll of a tensor \(256,\): use one of shape \(8, ...\)"),

@@ -110,6 +110,22 @@ class Rarely(InPlace):
         self.number = state["number"]
 
 
+class Silent(InPlace):
+    def step(self, x: Tensor) -> Any:
+        x.mul_(0.5)
+        return
+        yield
+
+
+class TopK(InPlace):
+    """The 100 elements of the largest magnitude."""
+
+    def step(self, x: Tensor) -> Any:
+        index = x.abs().topk(100).indices
+        received = yield ToAll(torch.zeros_like(x).scatter(1, index, x.gather(1, index)))
+        x.add_(received.mean(1), alpha=0.1)
+
+
 class AssignedMean(Aggregation):
     def step(self, gradient: Tensor, mean: Tensor) -> Any:
         mean = yield Mean(gradient)  # noqa: F841
@@ -158,6 +174,14 @@ class ReadsRows(Aggregation):
         yield Gather(list(gradient[:, :1]))
         mean.copy_(gradient.mean(0).expand_as(mean))
         gradient.zero_()
+
+
+class KeepsToItself(Aggregation):
+    def step(self, gradient: Tensor, mean: Tensor) -> Any:
+        mean.copy_(gradient)
+        gradient.zero_()
+        return
+        yield
 
 
 class ReadsRowsLater(Aggregation):
@@ -269,12 +293,15 @@ class Seldom(Rule):
         (AVERAGING, Random, None),
         (AVERAGING, RandomByItself, None),
         (AVERAGING, Rarely, None),
+        (AVERAGING, TopK, None),
+        (AVERAGING, Silent, "optimizer=mine sends no messages; a step yields them"),
         (AVERAGING, Assigned, "optimizer=mine does not change x; a step changes it in place"),
         (AVERAGING, WithoutYield, "a step returned NoneType; use a generator"),
         (AVERAGING, WithoutState, "optimizer=mine has no state_dict; checkpoints need it"),
         (AVERAGING, Forgetful, "optimizer=mine goes on differently from a checkpoint"),
         (AGGREGATIONS, FilledMean, None),
-        (AGGREGATIONS, PartlyOwn, None),
+        (AGGREGATIONS, PartlyOwn, "optimizer=mine fills mean with another one for each worker"),
+        (AGGREGATIONS, KeepsToItself, "optimizer=mine sends no messages; a step yields them"),
         (AGGREGATIONS, RarelyFilled, None),
         (AGGREGATIONS, Scheduled, None),
         (AGGREGATIONS, Normalized, None),
@@ -402,11 +429,15 @@ class TwoKinds(compressors.Identity):
         ),
         (LEARNING, WithoutRequests, "WithoutRequests.step yielded nothing; use g = yield Gradient"),
         (LEARNING, TwoGradients, r"TwoGradients.step yielded Gradient; use Update\(g\) or Mix"),
-        (LEARNING, UpdateOfOne, r"Update of a tensor \(16,\); use one of shape \(4, 16\)"),
+        (LEARNING, UpdateOfOne, r"Update of a tensor \(1024,\); use one of shape \(4, 1024\)"),
         (LEARNING, Name, r"Name.variables=anchor: use a tuple: \('anchor',\)"),
         (AGGREGATIONS, Scalars, r"Gather of a piece of shape \(\): use one of shape \(length,\)"),
         (AGGREGATIONS, OnePiece, "Gather of 1 pieces: use one for each of the 4 workers"),
-        (COMPRESSORS, NotFlat, r"NotFlat.compress returned shape \(4, 1, 4, 4\) for field 0; use"),
+        (
+            COMPRESSORS,
+            NotFlat,
+            r"NotFlat.compress returned shape \(4, 1, 32, 32\) for field 0; use",
+        ),
         (COMPRESSORS, OneField, r"OneField.fields returned Field\(.*\); use a tuple of Fields"),
         (COMPRESSORS, TwoKinds, r"TwoKinds.fields returned Levels\(.*; use one kind of Levels"),
     ],
