@@ -125,7 +125,16 @@ def read_command_line(
 
 
 class _Typed(DictConfig):
-    """A configuration whose assignments raise BadInput, with one sentence."""
+    """A configuration whose assignments, and those of its copies, raise BadInput, with one
+    sentence."""
+
+    def __copy__(self) -> "_Typed":
+        return self.__deepcopy__({})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Typed":
+        found = super().__deepcopy__(memo)
+        object.__setattr__(found, "__class__", _Typed)
+        return found  # type: ignore[return-value]
 
     def __setitem__(self, key: Any, value: Any) -> None:
         value = _without_numpy(value)
@@ -155,7 +164,7 @@ def _errors_of_assignment(config: DictConfig, key: Any, value: Any) -> Iterator[
     except OmegaConfBaseException as error:
         text = f"{key}={_yaml_value(value)}: {error}".splitlines()[0]
         try:
-            assign(config.copy(), str(key), value)
+            assign(OmegaConf.structured(_schema(config)), str(key), value)
         except BadInput as sentence:
             text = str(sentence)
         raise BadInput(text) from None

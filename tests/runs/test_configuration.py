@@ -2,6 +2,8 @@
 
 import re
 import tempfile
+from collections.abc import Callable
+from copy import copy, deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -357,6 +359,20 @@ def test_a_driver_may_set_values_of_numpy(value: Any, monkeypatch: pytest.Monkey
     assert train.config.spectrum_logging_worker_pairs == [[4, 4]]
     with pytest.raises(BadInput, match="n_workers"):
         train.config["n_workers"] = np.float64(2.5)
+
+
+@pytest.mark.parametrize("copied", [deepcopy, copy, lambda config: config.copy()])
+def test_a_copy_of_a_configuration_is_like_it(
+    copied: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train, "config", configuration.structured(train.Config))
+    config = copied(train.config)
+    config["learning_rate"] = np.float64(0.1)
+    config.topology_options["degree"] = 3
+    assert (config.learning_rate, type(config.learning_rate)) == (0.1, float)
+    assert train.config == OmegaConf.structured(train.Config)
+    with pytest.raises(BadInput, match=r"^n_workers=four: use .*$"):
+        config["n_workers"] = "four"
 
 
 @pytest.mark.parametrize("program", [train, gossip_run])
