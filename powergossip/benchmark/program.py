@@ -24,14 +24,14 @@ import train
 from powergossip import __version__, algorithms, compressors, options
 from powergossip.algorithms import aggregation
 from powergossip.benchmark import data, entries, measuring
-from powergossip.benchmark.entries import DPSGD
-from powergossip.benchmark.probe import averaging, probe, probe_learning
 from powergossip.benchmark.tasks import FINAL, OPTION, RESULT, TASKS, BenchmarkTask, Values
 from powergossip.errors import BadInput, Diverged
 from powergossip.network import Network, Processes
+from powergossip.parameters import Layout
 from powergossip.runner.runner import circumstances
 from powergossip.runs import configuration, metrics
 from powergossip.runs.atomic_files import write_atomically
+from powergossip.training import trials
 from powergossip.training.config_checks import checked
 from powergossip.training.methods import check_method
 
@@ -85,17 +85,24 @@ def check(task: BenchmarkTask, tier: str, setting: Values) -> None:
         topology = measuring.graph(own, 1)
         if task.is_consensus and own["optimizer"] not in algorithms.AVERAGING:
             raise BadInput(f'optimizer "{own["optimizer"]}" is no averaging rule')
-        probe(own, topology)
-        if not task.is_consensus:
-            config = checked(
-                _configuration({**values, **registered(setting), **HELD_OUT}), Processes()
-            )
+        if task.is_consensus:
+            trials.try_averaging(own["optimizer"], topology, partial(_averaging, own))
+        else:
+            keys = {**values, **registered(setting), **HELD_OUT}
+            config = checked(_configuration(keys), Processes())
             check_method(config, Network(topology, Processes()))
-            if config.learning != DPSGD:
-                probe_learning(config, topology)
     except (ValueError, TypeError, ConfigKeyError) as error:  # BadInput is one
         reason = str(error).partition("\n")[0]
         raise BadInput(f"{task.name}: the setting {setting} is rejected: {reason}") from error
+    except Exception as error:
+        kind = type(error).__name__
+        raise BadInput(f"{task.name}: the setting {setting} fails: {kind}: {error}") from error
+
+
+def _averaging(own: Values, network: Network, layout: Layout) -> algorithms.Averaging:
+    """The averaging rule of a setting."""
+    given = {k.removeprefix(OPTION): v for k, v in own.items() if k.startswith(OPTION)}
+    return algorithms.make(own["optimizer"], network, layout, **given)
 
 
 def _configuration(keys: Values) -> DictConfig:
@@ -193,7 +200,7 @@ def agree(
     own = values | setting
     start = data.matrices(values, seed)
     network = Network(measuring.graph(own, seed), Processes())
-    rule = averaging(own, network, values["size"])
+    rule = _averaging(own, network, Layout([(values["size"], values["size"])]))
     x = start.flatten(1).clone()
     mean = x.double().mean(0)
 

@@ -96,7 +96,8 @@ def check_method(c: Settings, network: Network) -> str:
             learning.check_overlapping(c.learning, c.optimizer, averaging, c.overlapping)
         hint = _hint(c, network, averaging)
         if trials.are_needed(c):
-            trials.try_averaging(c, network.topology, partial(make_averaging, c))
+            make = partial(make_averaging, c)
+            trials.try_averaging(trials.name_of(c), network.topology, make)
     elif c.optimizer in aggregation.AGGREGATIONS:
         owns_momentum = _make_aggregation(c, network, layout).owns_momentum
         if trials.are_needed(c):

@@ -4,7 +4,7 @@ A step that returns no messages, or assigns to x or the mean in place of changin
 without communication. A state that misses something would be noticed after a checkpoint, or never.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from math import isqrt
 from typing import Any, NamedTuple
@@ -19,6 +19,7 @@ from powergossip.algorithms.error_feedback import ErrorFeedback
 from powergossip.compressors import COMPRESSORS
 from powergossip.network import Conversation, Exchange, Network, Processes
 from powergossip.parameters import Layout, Parameters
+from powergossip.tasks.user_functions import seeded
 from powergossip.topologies import Topology
 from powergossip.training.config import Settings
 from powergossip.trees import map_tensors
@@ -50,33 +51,38 @@ class _Model(nn.Linear):
         return ["weight"]
 
 
-class SilentNetwork(Network):
-    """A network whose workers receive zeros in place of all messages."""
+class _SilentNetwork(Network):
+    """A network whose workers receive zeros, or ones, in place of all messages."""
+
+    def __init__(self, topology: Topology, received: int):
+        super().__init__(topology, Processes())
+        self._received = received
 
     def start(self, conversation: Conversation) -> Exchange:
         """Send the first messages of a conversation."""
-        return super().start(_with_zeros(conversation))
+        return super().start(_replaced(conversation, self._received))
 
 
-def _with_zeros(conversation: Conversation) -> Conversation:
+def _replaced(conversation: Conversation, by: int) -> Conversation:
     received = None
     while True:
         try:
             messages = conversation.send(received)
         except StopIteration:
             return
-        received = map_tensors(torch.zeros_like, (yield messages))
+        received = map_tensors(lambda tensor: torch.full_like(tensor, by), (yield messages))
 
 
-def of_averaging(
+def _of_averaging(
     make: Callable[[Network, Layout], Averaging], network: Network, x: Tensor
 ) -> Trial:
     """Steps of an averaging rule on x [worker, D], square matrices."""
-    rule = make(network, _layout(x))
+    with seeded(0):
+        rule = make(network, _layout(x))
     return Trial(network, (x,), (rule,), lambda u: network.run(rule.step(x.add_(u))))
 
 
-def of_learning(make: Callable[[Network, Parameters], Any], network: Network, x: Tensor) -> Trial:
+def _of_learning(make: Callable[[Network, Parameters], Any], network: Network, x: Tensor) -> Trial:
     """Steps of a learning rule from x [worker, D], square matrices, which stays as it is.
 
     Args:
@@ -85,7 +91,8 @@ def of_learning(make: Callable[[Network, Parameters], Any], network: Network, x:
     (side, _) = _layout(x).shapes[0]
     parameters = Parameters([_Model(side, side, bias=False) for _ in network.workers])
     parameters.x.copy_(x)
-    method = make(network, parameters)
+    with seeded(0):
+        method = make(network, parameters)
 
     def step(gradient: Tensor) -> None:
         method.at_epoch(0.0)
@@ -100,7 +107,9 @@ def of_learning(make: Callable[[Network, Parameters], Any], network: Network, x:
 def _of_aggregation(
     c: Settings, make: Callable[[Network, Layout], Aggregation], network: Network, gradient: Tensor
 ) -> Trial:
-    rule, mean = make(network, _layout(gradient)), torch.zeros_like(gradient)
+    mean = torch.zeros_like(gradient)
+    with seeded(0):
+        rule = make(network, _layout(gradient))
 
     def step(new: Tensor) -> None:
         rule.at_epoch(0.0)
@@ -122,26 +131,27 @@ def are_needed(c: Settings) -> bool:
 
 
 def try_averaging(
-    c: Settings, topology: Topology, make: Callable[[Network, Layout], Averaging]
+    name: str, topology: Topology, make: Callable[[Network, Layout], Averaging]
 ) -> None:
     """Make steps with matrices of normal numbers, all workers in this process.
 
-    Raises ValueError if x stays as it is, if nothing is sent, for an incomplete state, and the
-    errors of the steps.
+    Raises ValueError if x stays as it is, if nothing is sent, for an incomplete state, if workers
+    learn of each other in another way than by messages, and the errors of the steps.
     """
-    name, x = _name(c), _start(topology)
+    x = _start(topology)
 
-    def new() -> Trial:
-        return of_averaging(make, _network(topology), _start(topology))
+    def new(network: Network) -> Trial:
+        return _of_averaging(make, network, _start(topology))
 
-    trial = new()
+    trial = new(_network(topology))
     alone = Trial(trial.network, (x,), (), x.add_)
     if topology.n_workers > 1 and not any(
         _steps(trial, 1)[0].ne(_steps(alone, 1)[0]).any() for _ in range(MOST)
     ):
         raise ValueError(f"{name} does not change x; a step changes it in place")
     _check_sent(name, trial)
-    _tried(name, new)
+    _check_state(name, topology, new)
+    _check_messages(name, topology, new)
 
 
 def try_aggregation(
@@ -149,24 +159,23 @@ def try_aggregation(
 ) -> None:
     """The same for an aggregation.
 
-    Raises ValueError also if the mean stays as it is, differs between workers, or has gradients
-    that no message had.
+    Raises ValueError also if the mean stays as it is, or differs between workers.
     """
-    name = _name(c)
+    name = name_of(c)
 
-    def new() -> Trial:
-        return _of_aggregation(c, make, _network(topology), _start(topology))
+    def new(network: Network) -> Trial:
+        return _of_aggregation(c, make, network, _start(topology))
 
-    trial = new()
+    trial = new(_network(topology))
     if not any(_steps(trial, 1)[1].any() for _ in range(MOST)):
         raise ValueError(f"{name} does not change mean; a step fills it in place")
     _check_sent(name, trial)
     mean = trial.tensors[1]
     if not _are_close([mean], [mean[:1].expand_as(mean)]):
         raise ValueError(f"{name} fills mean with another one for each worker; use equal rows")
-    trial = _tried(name, new)
-    if not isinstance(trial.parts[0], ErrorFeedback):  # which decodes once in a process
-        _check_messages(name, c, topology, make)
+    _check_state(name, topology, new)
+    if not isinstance(trial.parts[0], ErrorFeedback):  # decodes once in a process
+        _check_messages(name, topology, new)
 
 
 def _check_sent(name: str, trial: Trial) -> None:
@@ -179,21 +188,41 @@ def _check_sent(name: str, trial: Trial) -> None:
 
 
 def _check_messages(
-    name: str, c: Settings, topology: Topology, make: Callable[[Network, Layout], Aggregation]
+    name: str, topology: Topology, new: Callable[[Network], Trial], steps: int = STEPS + MORE
 ) -> None:
-    """Raise ValueError if without messages a worker's mean depends on the gradient of another."""
-    means = []
-    for change in (0.0, 1.0):
-        silent = SilentNetwork(topology, Processes())
-        trial = _of_aggregation(c, make, silent, _start(topology))
-        with suppress(Exception):  # some cannot work with zeros
-            _steps(trial, STEPS + MORE, change)
-            means.append(trial.tensors[1][1:])
-    if len(means) == 2 and not _are_close(means[:1], means[1:]):
-        raise ValueError(
-            f"{name} computes a worker's mean from the gradient of another one, without a message; "
-            "the rows of gradient and mean are those of different workers"
-        )
+    """Raise ValueError if workers learn of each other in another way than by messages.
+
+    All of them receive the same numbers in place of messages. Those of some are changed, which must
+    not change the others.
+    """
+    nobody = torch.zeros(topology.n_workers, dtype=torch.bool)
+    for received in (0, 1):
+
+        def after(changed: Tensor, received: int = received) -> tuple[Tensor, ...]:
+            return _steps(new(_SilentNetwork(topology, received)), steps, changed)
+
+        leaks = False
+        with suppress(Exception):  # some cannot work with such numbers
+            found = after(nobody)
+            if not _are_close(found, after(nobody)):
+                return  # it draws numbers of its own
+            leaks = any(
+                not _are_close([x[~some] for x in after(some)], [x[~some] for x in found])
+                for some in _halves(topology.n_workers)
+            )
+        if leaks:
+            raise ValueError(
+                f"{name}: a worker learns of another one without a message; the rows of a tensor "
+                "are those of different workers"
+            )
+
+
+def _halves(n: int) -> Iterator[Tensor]:
+    """Sets of workers, bool [worker]: of any two workers, each is without the other in one."""
+    workers = torch.arange(n)
+    for bit in range((n - 1).bit_length()):
+        for value in (0, 1):
+            yield (workers >> bit & 1) == value
 
 
 def is_needed_of_learning(c: Settings) -> bool:
@@ -210,10 +239,10 @@ def try_learning(
     """
     name = f"learning={c.learning}"
 
-    def new() -> Trial:
-        return of_learning(make, _network(topology), _start(topology))
+    def new(network: Network) -> Trial:
+        return _of_learning(make, network, _start(topology))
 
-    trial, idle = new(), new()
+    trial, idle = new(_network(topology)), new(_network(topology))
     learns = sends = False
     for _ in range(max(MOST, 2 * c.local_steps)):
         _steps(trial, 1)
@@ -226,23 +255,23 @@ def try_learning(
         raise ValueError(f"{name} does not change x by gradients; a step changes it in place")
     if not sends:
         raise ValueError(f"{name} sends no messages; yield Mix(...) of a step of averaging")
-    _tried(name, new)
+    _check_state(name, topology, new)
+    if c.optimizer in algorithms.AVERAGING:
+        _check_messages(name, topology, new, max(STEPS + MORE, 2 * c.local_steps))
 
 
-def _tried(name: str, new: Callable[[], Trial]) -> Trial:
-    """A new trial, after some steps.
+def _check_state(name: str, topology: Topology, new: Callable[[Network], Trial]) -> None:
+    """Raise ValueError unless others with the state of a trial go on as it does.
 
-    Raises ValueError unless others with its state go on as it does. A row that draws numbers of its
-    own is not compared.
+    A row that draws numbers of its own is not compared.
     """
-    trial = new()
+    trial, *others = (new(_network(topology)) for _ in range(3))
     for part in trial.parts:
         for method in ("state_dict", "load_state_dict"):
             if not hasattr(part, method):
                 raise ValueError(f"{name} has no {method}; checkpoints need it")
     _steps(trial, STEPS)
     state = [part.state_dict() for part in trial.parts]
-    others = new(), new()
     for other in others:
         other.network.load_state_dict(trial.network.state_dict())
         for tensor, saved in zip(other.tensors, trial.tensors, strict=True):
@@ -255,7 +284,6 @@ def _tried(name: str, new: Callable[[], Trial]) -> Trial:
             f"{name} goes on differently from a checkpoint; its state_dict or load_state_dict "
             "misses something that the next step depends on"
         )
-    return trial
 
 
 def _are_close(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
@@ -265,17 +293,17 @@ def _are_close(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
     )
 
 
-def _steps(trial: Trial, number: int, change: float = 0.0) -> tuple[Tensor, ...]:
-    """Make steps with normal numbers, the same in all trials but for a change of those of worker 0.
+def _steps(trial: Trial, number: int, changed: Tensor | None = None) -> tuple[Tensor, ...]:
+    """Make steps with normal numbers, the same in all trials but for those of `changed` workers.
 
     Returns the tensors.
     """
     random = torch.Generator().manual_seed(number)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(number)
+    with seeded(number):
         for _ in range(number):
             numbers = torch.randn(trial.tensors[0].shape, generator=random)
-            numbers[0] += change
+            if changed is not None:
+                numbers[changed] += 1
             try:
                 trial.step(numbers)
             except Exception as error:
@@ -292,6 +320,6 @@ def _start(topology: Topology) -> Tensor:
     return torch.randn(topology.n_workers, SIZE**2, generator=torch.Generator().manual_seed(0))
 
 
-def _name(c: Settings) -> str:
+def name_of(c: Settings) -> str:
     compressor = c.options.get("compressor")
     return f"optimizer={c.optimizer}" + (f" with compressor={compressor}" if compressor else "")

@@ -117,6 +117,14 @@ class Silent(InPlace):
         yield
 
 
+class ReadsNeighbors(InPlace):
+    """Neighbors are rows of x in one process."""
+
+    def step(self, x: Tensor) -> Any:
+        yield ToAll(x[:, :1].clone())
+        x.lerp_(x.roll(1, 0), 0.5)
+
+
 class TopK(InPlace):
     """The 100 elements of the largest magnitude."""
 
@@ -259,6 +267,13 @@ class AveragesThenAssigns(Rule):
         self._x = self._x + u
 
 
+class ReadsGradients(Rule):
+    def step(self) -> Any:
+        g = yield Gradient()
+        self._x.add_((yield Update(g.mean(0).expand_as(g))))
+        yield Mix(self._averaging.step(self._x))
+
+
 class WithoutMix(Rule):
     def step(self) -> Any:
         self._x.add_((yield Update((yield Gradient()))))
@@ -294,6 +309,7 @@ class Seldom(Rule):
         (AVERAGING, RandomByItself, None),
         (AVERAGING, Rarely, None),
         (AVERAGING, TopK, None),
+        (AVERAGING, ReadsNeighbors, "optimizer=mine: a worker learns of another one without"),
         (AVERAGING, Silent, "optimizer=mine sends no messages; a step yields them"),
         (AVERAGING, Assigned, "optimizer=mine does not change x; a step changes it in place"),
         (AVERAGING, WithoutYield, "a step returned NoneType; use a generator"),
@@ -307,11 +323,15 @@ class Seldom(Rule):
         (AGGREGATIONS, Normalized, None),
         (AGGREGATIONS, Gathered, None),
         (AGGREGATIONS, AssignedMean, "optimizer=mine does not change mean"),
-        (AGGREGATIONS, ReadsRows, "optimizer=mine computes a worker's mean from the gradient of"),
+        (
+            AGGREGATIONS,
+            ReadsRows,
+            "optimizer=mine: a worker learns of another one without a message",
+        ),
         (
             AGGREGATIONS,
             ReadsRowsLater,
-            "optimizer=mine computes a worker's mean from the gradient of",
+            "optimizer=mine: a worker learns of another one without a message",
         ),
         (AGGREGATIONS, ForgetsMomentum, "optimizer=mine goes on differently from a checkpoint"),
         (COMPRESSORS, AssignedOut, "optimizer=choco with compressor=mine does not change x"),
@@ -319,6 +339,7 @@ class Seldom(Rule):
         (LEARNING, Seldom, None),
         (LEARNING, AssignedX, "learning=mine does not change x by gradients"),
         (LEARNING, AveragesThenAssigns, "learning=mine does not change x by gradients"),
+        (LEARNING, ReadsGradients, "learning=mine: a worker learns of another one without"),
         (LEARNING, WithoutMix, r"learning=mine sends no messages; yield Mix\(...\)"),
         (LEARNING, ForgetsAnchor, "learning=mine goes on differently from a checkpoint"),
     ],
