@@ -17,7 +17,8 @@ Metric = Callable[[Any, Any], Any]  # outputs and targets of a batch → mean ov
 def default_loss(outputs: Any, targets: Any, place: str) -> tuple[str, Metric, dict[str, Metric]]:
     """The name of the default loss for these targets, the loss, and the metrics beside it.
 
-    Raises BadInput, with a text that begins with `place`, if their shapes do not match.
+    Raises BadInput, with a text that begins with `place`, if their shapes do not match, or for
+    labels that the model has no output for.
     """
     for name, value in (("output of the model", outputs), ("target", targets)):
         if not isinstance(value, Tensor):
@@ -38,6 +39,13 @@ def default_loss(outputs: Any, targets: Any, place: str) -> tuple[str, Metric, d
         )
     if targets.is_floating_point():
         return "mse", mean_squared_error, {}
+    n = outputs.shape[-1]
+    wrong = targets[(targets != IGNORED_TARGET) & ((targets < 0) | (targets >= n))].tolist()
+    if wrong:
+        raise BadInput(
+            f"{place}: a target is {wrong[0]}; use labels from 0 to {n - 1}, as the model has {n} "
+            "outputs, or give a loss to Datasets"
+        )
     return "cross_entropy", cross_entropy, {"accuracy": accuracy}
 
 

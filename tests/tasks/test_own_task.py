@@ -595,6 +595,8 @@ def text(): return made(metrics={"m": lambda y, t: "good"})
 def not_finite(): return made(metrics={"m": lambda y, t: float("nan")})
 def not_there(): return made(main_metric="auc", larger_is_better=True)
 def wide(): return Datasets(*regression(), model=lambda: nn.Linear(4, 3))
+def label(): return Datasets([(torch.zeros(4), 3)] * 96, [(torch.zeros(4), 3)] * 9, model=net3)
+def net3(): return nn.Linear(4, 3)
 def no_derived(): return made(derived=lambda means: 3)
 def dicts(): return Datasets([{"x": 1}] * 96, [{"x": 1}] * 9, model=net)
 def made(**more): return Datasets(*regression(), model=net, **more)
@@ -620,6 +622,7 @@ def frozen(): return Datasets(*regression(), model=lambda: net().requires_grad_(
         ("not_finite", ["m is nan", "finite"]),
         ("not_there", ["main_metric=auc", "mse"]),
         ("wide", ["[8, 3]", "[8]", "loss"]),
+        ("label", ["a target is 3; use labels from 0 to 2", "3 outputs"]),
         ("no_derived", ["derived returned", "dict"]),
         ("dicts", ["a batch is a dict", "forward"]),
         ("frozen", ["requires_grad"]),
