@@ -86,6 +86,7 @@ def check(task: BenchmarkTask, tier: str, setting: Values) -> None:
         if task.is_consensus and own["optimizer"] not in algorithms.AVERAGING:
             raise BadInput(f'optimizer "{own["optimizer"]}" is no averaging rule')
         if task.is_consensus:
+            trials.try_compressor(_options(own))
             trials.try_averaging(own["optimizer"], topology, partial(_averaging, own))
         else:
             keys = {**values, **registered(setting), **HELD_OUT}
@@ -101,8 +102,12 @@ def check(task: BenchmarkTask, tier: str, setting: Values) -> None:
 
 def _averaging(own: Values, network: Network, layout: Layout) -> algorithms.Averaging:
     """The averaging rule of a setting."""
-    given = {k.removeprefix(OPTION): v for k, v in own.items() if k.startswith(OPTION)}
-    return algorithms.make(own["optimizer"], network, layout, **given)
+    return algorithms.make(own["optimizer"], network, layout, **_options(own))
+
+
+def _options(setting: Values) -> Values:
+    """The options of the method of a setting, under the method's names."""
+    return {k.removeprefix(OPTION): v for k, v in setting.items() if k.startswith(OPTION)}
 
 
 def _configuration(keys: Values) -> DictConfig:
@@ -121,18 +126,18 @@ def registered(setting: Values) -> Values:
     own = {k: v for k, v in setting.items() if k.startswith(OPTION) and k not in train.config}
     if not own:
         return setting
-    named = {k.removeprefix(OPTION): v for k, v in own.items()}
     kept = {k: v for k, v in setting.items() if k not in own}
-    return {**kept, "optimizer": _with_options(setting, named)}
+    return {**kept, "optimizer": _with_options(setting, _options(own))}
 
 
 def _with_options(setting: Values, own: Values) -> str:
     """Add a row of the method of a setting with these options, and return its name."""
     name = setting["optimizer"]
-    chosen = {k.removeprefix(OPTION): v for k, v in setting.items() if k.startswith(OPTION)}
     for registry in (algorithms.AVERAGING, aggregation.AGGREGATIONS):
         if name in registry:
-            known = options.defaults(registry[name], chosen, compressor=compressors.COMPRESSORS)
+            known = options.defaults(
+                registry[name], _options(setting), compressor=compressors.COMPRESSORS
+            )
             for option in own:
                 if option not in known:
                     accepted = f"its options are {', '.join(known)}" if known else "it has none"

@@ -83,6 +83,7 @@ def check_method(c: Settings, network: Network) -> str:
     start of the run, or nothing.
     """
     layout, hint, overlapping = Layout([(2, 2)]), "", True
+    trials.try_compressor(c.options)
     if c.by_edges:
         from powergossip.training.asynchronous import edge_options as in_edge_form
 

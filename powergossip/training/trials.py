@@ -4,7 +4,7 @@ A step that returns no messages, or assigns to x or the mean in place of changin
 without communication. A state that misses something would be noticed after a checkpoint, or never.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from math import isqrt
 from typing import Any, NamedTuple
@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from powergossip import algorithms, options
+from powergossip import algorithms, compressors, options
 from powergossip.algorithms import Averaging, aggregation, learning
 from powergossip.algorithms.aggregation import Aggregation
 from powergossip.algorithms.error_feedback import ErrorFeedback
-from powergossip.compressors import COMPRESSORS
+from powergossip.compressors import COMPRESSORS, Codec
 from powergossip.network import Conversation, Exchange, Network, Processes
 from powergossip.parameters import Layout, Parameters
 from powergossip.tasks.user_functions import seeded
@@ -128,6 +128,34 @@ def are_needed(c: Settings) -> bool:
     """Whether the method or its compressor is none of the library."""
     row = {**algorithms.AVERAGING, **aggregation.AGGREGATIONS}.get(c.optimizer)
     return not options.are_of_library(row, COMPRESSORS.get(c.options.get("compressor", "")))
+
+
+def try_compressor(given: Mapping[str, Any]) -> None:
+    """Decode messages of a script's compressor as their sender and as another process does.
+
+    Raises ValueError if the results differ, and the errors of the compressor.
+
+    Args:
+        given: Options of a method. `compressor` is the name.
+    """
+    name = given.get("compressor", "")
+    if options.are_of_library(COMPRESSORS.get(name)):
+        return
+    known = options.defaults(COMPRESSORS[name])
+    own = {key: given[key] for key in known if given.get(key) is not None}
+    workers, layout = torch.arange(4), Layout([(SIZE, SIZE)])
+    sender, other = (Codec(layout, compressors.make(name, **own), range(4)) for _ in range(2))
+    random = torch.Generator().manual_seed(0)
+    for step in range(MORE):
+        message = sender.encode(torch.randn(4, layout.size, generator=random), step)
+        found = sender.decode(message, workers, step)
+        with suppress(Exception):
+            if _are_close([found], [other.decode(message, workers, step)]):
+                continue
+        raise ValueError(
+            f"compressor={name} decompresses the same fields differently in another process; the "
+            "result has to depend on the fields, the options and the stream only"
+        )
 
 
 def try_averaging(

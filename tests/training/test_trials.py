@@ -238,6 +238,21 @@ class AssignedOut(compressors.Identity):
         out = out.flatten(-2) + fields[0]
 
 
+class KeepsIndices(compressors.Identity):
+    """Half of the elements. The receiver cannot know which ones."""
+
+    def fields(self, rows: int, columns: int) -> Any:
+        return (compressors.Field(torch.float32, rows * columns // 2),)
+
+    def compress(self, v: Tensor, stream: Any) -> Any:
+        self.__dict__["index"] = torch.randperm(v[0, 0].numel())[: v[0, 0].numel() // 2]
+        return (v.flatten(-2)[..., self.__dict__["index"]],)
+
+    def decompress(self, fields: Any, out: Tensor, stream: Any) -> None:
+        index = self.__dict__.get("index", torch.arange(fields[0].shape[-1]))
+        out.flatten(-2).index_add_(-1, index, fields[0])
+
+
 class Rule(GossipRule):
     """D-PSGD with an anchor, x_i at the start."""
 
@@ -334,6 +349,7 @@ class Seldom(Rule):
             "optimizer=mine: a worker learns of another one without a message",
         ),
         (AGGREGATIONS, ForgetsMomentum, "optimizer=mine goes on differently from a checkpoint"),
+        (COMPRESSORS, KeepsIndices, "compressor=mine decompresses the same fields differently in"),
         (COMPRESSORS, AssignedOut, "optimizer=choco with compressor=mine does not change x"),
         (LEARNING, Rule, None),
         (LEARNING, Seldom, None),
