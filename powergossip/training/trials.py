@@ -1,12 +1,14 @@
 """Trial steps of the rows that a script has added, before data are loaded.
 
 A step that returns no messages, or assigns to x or the mean in place of changing them, would train
-without communication. A state that misses something would be noticed after a checkpoint, or never.
+without communication. One that reads rows of other workers would train on messages that it does not
+send, as long as one process hosts them all. A state that misses something would be noticed after a
+checkpoint, or never.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from math import isqrt
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +29,7 @@ from powergossip.trees import map_tensors
 STEPS, MORE = 7, 3  # before and after a state is saved
 MOST = 1000  # steps in which a method has to average
 SIZE = 32  # rows and columns of the only matrix
+LAYOUT = Layout([(SIZE, SIZE)])
 
 
 class Trial(NamedTuple):
@@ -73,24 +76,17 @@ def _replaced(conversation: Conversation, by: int) -> Conversation:
         received = map_tensors(lambda tensor: torch.full_like(tensor, by), (yield messages))
 
 
-def _of_averaging(
-    make: Callable[[Network, Layout], Averaging], network: Network, x: Tensor
-) -> Trial:
-    """Steps of an averaging rule on x [worker, D], square matrices."""
+def _of_averaging(make: Callable[[Network, Layout], Averaging], network: Network) -> Trial:
+    x = _start(network.topology)
     with seeded(0):
-        rule = make(network, _layout(x))
+        rule = make(network, LAYOUT)
     return Trial(network, (x,), (rule,), lambda u: network.run(rule.step(x.add_(u))))
 
 
-def _of_learning(make: Callable[[Network, Parameters], Any], network: Network, x: Tensor) -> Trial:
-    """Steps of a learning rule from x [worker, D], square matrices, which stays as it is.
-
-    Args:
-        make: Function that makes a `methods.Method`.
-    """
-    (side, _) = _layout(x).shapes[0]
-    parameters = Parameters([_Model(side, side, bias=False) for _ in network.workers])
-    parameters.x.copy_(x)
+def _of_learning(make: Callable[[Network, Parameters], Any], network: Network) -> Trial:
+    """Steps of a learning rule, where `make` makes a `methods.Method`."""
+    parameters = Parameters([_Model(SIZE, SIZE, bias=False) for _ in network.workers])
+    parameters.x.copy_(_start(network.topology))
     with seeded(0):
         method = make(network, parameters)
 
@@ -105,11 +101,12 @@ def _of_learning(make: Callable[[Network, Parameters], Any], network: Network, x
 
 
 def _of_aggregation(
-    c: Settings, make: Callable[[Network, Layout], Aggregation], network: Network, gradient: Tensor
+    c: Settings, make: Callable[[Network, Layout], Aggregation], network: Network
 ) -> Trial:
+    gradient = _start(network.topology)
     mean = torch.zeros_like(gradient)
     with seeded(0):
-        rule = make(network, _layout(gradient))
+        rule = make(network, LAYOUT)
 
     def step(new: Tensor) -> None:
         rule.at_epoch(0.0)
@@ -117,11 +114,6 @@ def _of_aggregation(
         network.run(rule.step(gradient.add_(new), mean))
 
     return Trial(network, (gradient, mean), (rule,), step)
-
-
-def _layout(x: Tensor) -> Layout:
-    side = isqrt(x.shape[1])
-    return Layout([(side, side)])
 
 
 def are_needed(c: Settings) -> bool:
@@ -143,11 +135,11 @@ def try_compressor(given: Mapping[str, Any]) -> None:
         return
     known = options.defaults(COMPRESSORS[name])
     own = {key: given[key] for key in known if given.get(key) is not None}
-    workers, layout = torch.arange(4), Layout([(SIZE, SIZE)])
-    sender, other = (Codec(layout, compressors.make(name, **own), range(4)) for _ in range(2))
+    workers = torch.arange(4)
+    sender, other = (Codec(LAYOUT, compressors.make(name, **own), range(4)) for _ in range(2))
     random = torch.Generator().manual_seed(0)
     for step in range(MORE):
-        message = sender.encode(torch.randn(4, layout.size, generator=random), step)
+        message = sender.encode(torch.randn(4, LAYOUT.size, generator=random), step)
         found = sender.decode(message, workers, step)
         with suppress(Exception):
             if _are_close([found], [other.decode(message, workers, step)]):
@@ -166,12 +158,8 @@ def try_averaging(
     Raises ValueError if x stays as it is, if nothing is sent, for an incomplete state, if workers
     learn of each other in another way than by messages, and the errors of the steps.
     """
-    x = _start(topology)
-
-    def new(network: Network) -> Trial:
-        return _of_averaging(make, network, _start(topology))
-
-    trial = new(_network(topology))
+    new = partial(_of_averaging, make)
+    trial, x = new(_network(topology)), _start(topology)
     alone = Trial(trial.network, (x,), (), x.add_)
     if topology.n_workers > 1 and not any(
         _steps(trial, 1)[0].ne(_steps(alone, 1)[0]).any() for _ in range(MOST)
@@ -189,11 +177,7 @@ def try_aggregation(
 
     Raises ValueError also if the mean stays as it is, or differs between workers.
     """
-    name = name_of(c)
-
-    def new(network: Network) -> Trial:
-        return _of_aggregation(c, make, network, _start(topology))
-
+    name, new = name_of(c), partial(_of_aggregation, c, make)
     trial = new(_network(topology))
     if not any(_steps(trial, 1)[1].any() for _ in range(MOST)):
         raise ValueError(f"{name} does not change mean; a step fills it in place")
@@ -265,11 +249,7 @@ def try_learning(
 
     Raises ValueError also if x does not depend on the gradients, or if it sends no messages.
     """
-    name = f"learning={c.learning}"
-
-    def new(network: Network) -> Trial:
-        return _of_learning(make, network, _start(topology))
-
+    name, new = f"learning={c.learning}", partial(_of_learning, make)
     trial, idle = new(_network(topology)), new(_network(topology))
     learns = sends = False
     for _ in range(max(MOST, 2 * c.local_steps)):
