@@ -53,11 +53,15 @@ def parameters(
     """
     own = inspect.signature(row).parameters.values()
     found = {p.name: p for p in own if p.default is not p.empty}
+    bound = getattr(row, "keywords", {})  # of functools.partial
     if any(p.kind is p.VAR_KEYWORD for p in own):
         for option, registry in registries.items():
             if option in found:
                 choice = (given or {}).get(option, found[option].default)
-                found = {**parameters(find(registry, option, choice)), **found}
+                chosen = parameters(find(registry, option, choice))
+                for name in bound.keys() & chosen.keys():
+                    chosen[name] = chosen[name].replace(default=bound[name])
+                found = {**chosen, **found}
     return found
 
 

@@ -85,7 +85,8 @@ def _of_averaging(make: Callable[[Network, Layout], Averaging], network: Network
 
 def _of_learning(make: Callable[[Network, Parameters], Any], network: Network) -> Trial:
     """Steps of a learning rule, where `make` makes a `methods.Method`."""
-    parameters = Parameters([_Model(SIZE, SIZE, bias=False) for _ in network.workers])
+    with seeded(0):
+        parameters = Parameters([_Model(SIZE, SIZE, bias=False) for _ in network.workers])
     parameters.x.copy_(_start(network.topology))
     with seeded(0):
         method = make(network, parameters)

@@ -28,6 +28,7 @@ from torch import Tensor
 import train
 from powergossip import algorithms, compressors, topologies
 from powergossip.algorithms import AVERAGING
+from powergossip.algorithms.aggregation import AGGREGATIONS, Aggregation
 from powergossip.algorithms.learning import LEARNING, GossipRule, Gradient, Mix, Update
 from powergossip.benchmark import (
     command_line,
@@ -181,6 +182,52 @@ def test_options_of_a_compressor_of_the_user(
         program.check(TASKS[name], QUICK, setting)
         with pytest.raises(BadInput, match=r"scales"):
             program.check(TASKS[name], QUICK, {**setting, "optimizer_scales": 0.9})
+
+
+def test_the_options_of_an_aggregation_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Scaled(Aggregation):
+        def __init__(self, network: Any, layout: Any, *, scale: float = 1.0) -> None:
+            self.scale = scale
+
+        def step(self, gradient: Tensor, mean: Tensor) -> Any:
+            mean.copy_((yield Mean(gradient))).mul_(self.scale)
+            gradient.zero_()
+
+    monkeypatch.setitem(AGGREGATIONS, "scaled", Scaled)
+    setting: Values = {"optimizer": "scaled", "optimizer_scale": 0.9}
+    program.check(TASKS["text_same"], QUICK, setting)
+    with pytest.raises(BadInput, match="scaled has no option scales; its options are scale"):
+        program.check(TASKS["text_same"], QUICK, {**setting, "optimizer_scales": 0.9})
+    with pytest.raises(BadInput, match="does not change mean"):
+        program.check(TASKS["text_same"], QUICK, {"optimizer": "scaled", "optimizer_scale": 0.0})
+
+
+@pytest.mark.parametrize("task", ["consensus_random", "text_same"])
+def test_a_compressor_of_the_user_has_to_decompress_from_the_fields(
+    task: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With its options: the number of the object matters with one value of `shift` only."""
+    numbers = itertools.count()
+
+    @dataclasses.dataclass(frozen=True)
+    class Shifted(compressors.Identity):
+        shift: float = 0.0
+
+        def decompress(self, fields: Any, out: Tensor, stream: Any) -> None:
+            own = self.shift * self.__dict__.setdefault("number", next(numbers))
+            super().decompress(tuple(field + own for field in fields), out, stream)
+
+    monkeypatch.setitem(compressors.COMPRESSORS, "shifted", Shifted)
+    setting: Values = {"optimizer": "choco", "optimizer_compressor": "shifted"}
+    program.check(TASKS[task], QUICK, setting)
+    with pytest.raises(BadInput, match="compressor=shifted decompresses the same fields diff"):
+        program.check(TASKS[task], QUICK, {**setting, "optimizer_shift": 0.5})
+
+
+@pytest.mark.parametrize("task", ["consensus_random", "text_same"])
+def test_the_topology_of_a_setting_is_checked(task: str) -> None:
+    with pytest.raises(BadInput, match='topology "rnig" is unknown'):
+        program.check(TASKS[task], QUICK, {"optimizer": "dpsgd", "topology": "rnig"})
 
 
 def test_settings_of_the_library_are_accepted() -> None:
@@ -446,6 +493,11 @@ def to_one_mean(x: Tensor) -> Any:
     yield Mean(x[0])
 
 
+def with_a_wrong_value(x: Tensor) -> Any:
+    yield ToAll(x)
+    raise ValueError("no such rate\nin two lines")
+
+
 def with_an_error(x: Tensor) -> Any:
     yield ToAll(x)
     raise KeyError("nothing")
@@ -472,7 +524,8 @@ def to_something_else(x: Tensor) -> Any:
         (to_a_tensor, "yielded Tensor; use ToAll, ToEach, Mean or Gather"),
         (to_one_message, r"ToAll of a tensor \(1024,\): use one of shape \(8, ...\)"),
         (to_one_mean, r"Mean of a tensor \(1024,\): use one of shape \(8, ...\)"),
-        (lambda x: None, "returned NoneType; use a generator"),
+        (lambda x: None, "is rejected: .* returned NoneType; use a generator"),
+        (with_a_wrong_value, "is rejected: no such rate$"),
         (with_an_error, "fails: KeyError: 'nothing'"),
     ],
 )
@@ -522,7 +575,7 @@ def test_a_learning_rule_learns_of_others_by_messages_only(
                 mixed(self._x, "end of the round")
 
     monkeypatch.setitem(LEARNING, "mine", Mine)
-    setting = {"optimizer": "power-gossip", "learning": "mine", "local_steps": 10}
+    setting = {"optimizer": "power-gossip", "learning": "mine", "local_steps": 12}
     with nullcontext() if leak is None else pytest.raises(BadInput, match=LEAK):
         program.check(TASKS["text_same"], QUICK, setting)
 

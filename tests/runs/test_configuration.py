@@ -375,6 +375,20 @@ def test_a_copy_of_a_configuration_is_like_it(
         config["n_workers"] = "four"
 
 
+def test_the_configuration_of_a_driver_stays_as_it_is() -> None:
+    config = configuration.structured(train.Config)
+    asked = configuration.request(config, train.Config, ["seed=3"], None, "")
+    assert (asked.config.seed, config.seed) == (3, train.Config.seed)
+
+
+def test_a_driver_cannot_set_keys_of_a_configuration_that_is_read_only() -> None:
+    """The error has one line, though the type is right."""
+    config = configuration.structured(train.Config)
+    OmegaConf.set_readonly(config, True)
+    with pytest.raises(BadInput, match=r"^n_workers=4: .*read-only.*$"):
+        config["n_workers"] = 4
+
+
 @pytest.mark.parametrize("program", [train, gossip_run])
 def test_a_driver_may_set_a_path_as_output_folder(
     program: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -409,6 +409,17 @@ def test_defaults_for_integers_are_cross_entropy_and_accuracy() -> None:
     assert found["accuracy"] == pytest.approx(correct)
 
 
+@pytest.mark.parametrize("target", [-101, -99, -1, 7, 100])
+def test_labels_without_an_output_are_rejected_wherever_they_stand(target: int) -> None:
+    data = Datasets(Table(), Table(), model=Scores)
+    scores, targets = torch.randn(5, 3, 7, requires_grad=True), torch.randint(7, (5, 3))
+    targets[0], targets[1, :2] = -100, torch.tensor([0, 6])
+    measured(data, scores, targets)
+    targets[4, 2] = target
+    with pytest.raises(BadInput, match=f"a target is {target}; use labels from 0 to 6, as"):
+        measured(data, scores, targets)
+
+
 def test_ignored_targets_do_not_count_in_an_evaluation() -> None:
     targets = torch.randint(7, (20, 3))
     targets[4:] = -100

@@ -721,10 +721,18 @@ def test_a_round_leaves_its_arguments_alone() -> None:
 
 
 def test_nodes_with_names_are_workers_in_their_order() -> None:
-    topology = undirected("drawn", nx.Graph([("c", "a"), ("a", "b")]))
-    assert topology.round(0).sources(0) == topology.round(0).sources(2)
+    """Also names that are integers, unless they are the indices of workers."""
+    for edges in ([("c", "a"), ("a", "b")], [(7, 3), (3, 5)], [(2, 1), (1, 3)]):
+        topology = undirected("drawn", nx.Graph(edges))
+        assert [len(topology.round(0).sources(i)) for i in range(3)] == [1, 2, 1]
+    topology = undirected("drawn", nx.Graph([(2, 0), (0, 1)]))
+    assert [len(topology.round(0).sources(i)) for i in range(3)] == [2, 1, 1]
     with pytest.raises(ValueError, match='topology "drawn" is directed: use an undirected graph'):
         undirected("drawn", nx.DiGraph([(0, 1), (1, 0)]))
+    alone = nx.Graph([(0, 1)])
+    alone.add_node(2)
+    with pytest.raises(ValueError, match='topology "drawn" is not connected'):
+        undirected("drawn", alone)
 
 
 # Files
@@ -940,6 +948,8 @@ def test_other_graphs_have_no_trees(name: str) -> None:
 def test_trees_are_checked() -> None:
     ring = make("ring", 4).rounds
     assert Topology("ring", ring, trees=(((0, 1), (1, 2), (2, 3)),)).trees is not None
+    path = ((0, 1), (1, 2))
+    assert undirected("drawn", nx.cycle_graph(3), trees=(path,)).trees == (path,)
     for tree in (((0, 1), (1, 2)), ((0, 1), (0, 2), (2, 3)), ((0, 1), (1, 2), (1, 2))):
         with pytest.raises(ValueError, match='"ring": a tree'):
             Topology("ring", ring, trees=(tree,))

@@ -215,11 +215,14 @@ def test_options_of_a_row_of_a_script_are_those_that_it_has(
     monkeypatch.setitem(AVERAGING, "mine", Mine)
     monkeypatch.setitem(AVERAGING, "bound", partial(Mine, momentum=0.3, seed=5))
     monkeypatch.setitem(COMPRESSORS, "clipped", Clipped)
+    with_compressor = partial(AVERAGING["choco"], compressor="clipped", clip=3.0)
+    monkeypatch.setitem(AVERAGING, "choco-clipped", with_compressor)
     monkeypatch.setitem(AGGREGATIONS, "dgc", partial(AGGREGATIONS["dgc"], momentum=0.4))
     for optimizer, expected in {
         "mine": {"momentum": 0.2, "clip": 1, "seed": 7},
         "bound": {"momentum": 0.3, "clip": 1, "seed": 5},
         "choco": {"clip": 2.0, "seed": 7},
+        "choco-clipped": {"clip": 3.0, "seed": 7},
         "dgc": {"momentum": 0.4, "nesterov": True},
     }.items():
         own = {"optimizer_compressor": "clipped"} if optimizer == "choco" else {}

@@ -60,6 +60,10 @@ class WithoutState:
     __init__, step = InPlace.__init__, InPlace.step
 
 
+class WithoutLoad(InPlace):
+    load_state_dict: Any = property()  # hasattr is false
+
+
 class Random(InPlace):
     """Draws numbers of torch's generator, as a step of training does."""
 
@@ -86,6 +90,32 @@ class Forgetful(InPlace):
 
 
 class Complete(Forgetful):
+    def state_dict(self) -> dict[str, Any]:
+        return {"before": self.before}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.before = state["before"]
+
+
+class Differences(InPlace):
+    """x_i ← x_i + 0.1 Σ_j (x_j − x_i), which is x_i without neighbors."""
+
+    def step(self, x: Tensor) -> Any:
+        x.add_(((yield ToAll(x)) - x[:, None]).sum(1), alpha=0.1)
+
+
+class ForgetsNumber(InPlace):
+    """Messages in every fifth step, and a state that changes in place."""
+
+    number = 0
+
+    def step(self, x: Tensor) -> Any:
+        self.number += 1
+        self.before = x.clone() if self.before is None else self.before.lerp_(x, 0.5)
+        x.lerp_(self.before, 0.1)
+        if self.number % 5 == 0:
+            x.copy_((yield ToAll(x)).mean(1))
+
     def state_dict(self) -> dict[str, Any]:
         return {"before": self.before}
 
@@ -125,6 +155,24 @@ class ReadsNeighbors(InPlace):
         x.lerp_(x.roll(1, 0), 0.5)
 
 
+class ReadsFromTheStart(ReadsNeighbors):
+    """With a random number of its constructor."""
+
+    def __init__(self, network: Any, layout: Any) -> None:
+        self.weight = float(torch.rand(()))
+
+    def step(self, x: Tensor) -> Any:
+        yield from super().step(x.mul_(self.weight))
+
+
+class ReadsWithoutMessages(InPlace):
+    """Where all that it receives is zero."""
+
+    def step(self, x: Tensor) -> Any:
+        received = yield ToAll(x)
+        x.lerp_(received.mean(1) if received.any() else x.roll(1, 0), 0.5)
+
+
 class TopK(InPlace):
     """The 100 elements of the largest magnitude."""
 
@@ -148,6 +196,13 @@ class FilledMean(Aggregation):
 class PartlyOwn(Aggregation):
     def step(self, gradient: Tensor, mean: Tensor) -> Any:
         torch.lerp(gradient, (yield Mean(gradient)), 0.5, out=mean)
+        gradient.zero_()
+
+
+class OwnOfTheLast(Aggregation):
+    def step(self, gradient: Tensor, mean: Tensor) -> Any:
+        mean.copy_((yield Mean(gradient)))
+        mean[-1] = gradient[-1]
         gradient.zero_()
 
 
@@ -184,6 +239,25 @@ class ReadsRows(Aggregation):
         gradient.zero_()
 
 
+class ReadsRowsAtRandom(ReadsRows):
+    """With a random number of its constructor."""
+
+    def __init__(self) -> None:
+        self.weight = float(torch.rand(()))
+
+    def step(self, gradient: Tensor, mean: Tensor) -> Any:
+        yield from super().step(gradient.mul_(self.weight), mean)
+
+
+class ReadsRowsOrFails(Aggregation):
+    """It fails where all messages are zero."""
+
+    def step(self, gradient: Tensor, mean: Tensor) -> Any:
+        received = yield Mean(gradient)
+        mean.copy_(gradient.mean(0).expand_as(mean)).mul_(1 / float(received.norm()))
+        gradient.zero_()
+
+
 class KeepsToItself(Aggregation):
     def step(self, gradient: Tensor, mean: Tensor) -> Any:
         mean.copy_(gradient)
@@ -193,14 +267,15 @@ class KeepsToItself(Aggregation):
 
 
 class ReadsRowsLater(Aggregation):
-    """From its fifth step on."""
+    """In the last step of a trial."""
 
     number = 0
 
     def step(self, gradient: Tensor, mean: Tensor) -> Any:
         self.number += 1
         received = yield Mean(gradient)
-        mean.copy_(received if self.number < 5 else gradient.mean(0).expand_as(mean))
+        last = trials.STEPS + trials.MORE
+        mean.copy_(received if self.number < last else gradient.mean(0).expand_as(mean))
         gradient.zero_()
 
 
@@ -253,6 +328,25 @@ class KeepsIndices(compressors.Identity):
         out.flatten(-2).index_add_(-1, index, fields[0])
 
 
+class FailsElsewhere(KeepsIndices):
+    def decompress(self, fields: Any, out: Tensor, stream: Any) -> None:
+        out.flatten(-2).index_add_(-1, self.__dict__["index"], fields[0])
+
+
+class FailsLater(KeepsIndices):
+    """It keeps indices from its second message on."""
+
+    def compress(self, v: Tensor, stream: Any) -> Any:
+        half, first = v[0, 0].numel() // 2, "first" not in self.__dict__
+        self.__dict__["first"] = False
+        self.__dict__["index"] = torch.arange(half) + (0 if first else half)
+        return (v.flatten(-2)[..., self.__dict__["index"]],)
+
+
+class AtRandom(compressors.RandomK):
+    """Positions of the stream, which differ between steps."""
+
+
 class Rule(GossipRule):
     """D-PSGD with an anchor, x_i at the start."""
 
@@ -286,6 +380,19 @@ class ReadsGradients(Rule):
     def step(self) -> Any:
         g = yield Gradient()
         self._x.add_((yield Update(g.mean(0).expand_as(g))))
+        yield Mix(self._averaging.step(self._x))
+
+
+class ReadsGradientsAtRandom(Rule):
+    """With a random number of its constructor."""
+
+    def __init__(self, workers: Any) -> None:
+        super().__init__(workers)
+        self._weight = float(torch.rand(()))
+
+    def step(self) -> Any:
+        g = yield Gradient()
+        self._x.add_((yield Update(self._weight * g.mean(0).expand_as(g))))
         yield Mix(self._averaging.step(self._x))
 
 
@@ -325,13 +432,18 @@ class Seldom(Rule):
         (AVERAGING, Rarely, None),
         (AVERAGING, TopK, None),
         (AVERAGING, ReadsNeighbors, "optimizer=mine: a worker learns of another one without"),
+        (AVERAGING, ReadsFromTheStart, "optimizer=mine: a worker learns of another one without"),
+        (AVERAGING, ReadsWithoutMessages, "optimizer=mine: a worker learns of another one"),
         (AVERAGING, Silent, "optimizer=mine sends no messages; a step yields them"),
         (AVERAGING, Assigned, "optimizer=mine does not change x; a step changes it in place"),
         (AVERAGING, WithoutYield, "a step returned NoneType; use a generator"),
         (AVERAGING, WithoutState, "optimizer=mine has no state_dict; checkpoints need it"),
+        (AVERAGING, WithoutLoad, "optimizer=mine has no load_state_dict; checkpoints need it"),
+        (AVERAGING, ForgetsNumber, "optimizer=mine goes on differently from a checkpoint"),
         (AVERAGING, Forgetful, "optimizer=mine goes on differently from a checkpoint"),
         (AGGREGATIONS, FilledMean, None),
         (AGGREGATIONS, PartlyOwn, "optimizer=mine fills mean with another one for each worker"),
+        (AGGREGATIONS, OwnOfTheLast, "optimizer=mine fills mean with another one for each worker"),
         (AGGREGATIONS, KeepsToItself, "optimizer=mine sends no messages; a step yields them"),
         (AGGREGATIONS, RarelyFilled, None),
         (AGGREGATIONS, Scheduled, None),
@@ -348,14 +460,20 @@ class Seldom(Rule):
             ReadsRowsLater,
             "optimizer=mine: a worker learns of another one without a message",
         ),
+        (AGGREGATIONS, ReadsRowsAtRandom, "optimizer=mine: a worker learns of another one"),
+        (AGGREGATIONS, ReadsRowsOrFails, "optimizer=mine: a worker learns of another one"),
         (AGGREGATIONS, ForgetsMomentum, "optimizer=mine goes on differently from a checkpoint"),
         (COMPRESSORS, KeepsIndices, "compressor=mine decompresses the same fields differently in"),
+        (COMPRESSORS, FailsElsewhere, "compressor=mine decompresses the same fields differently"),
+        (COMPRESSORS, FailsLater, "compressor=mine decompresses the same fields differently in"),
+        (COMPRESSORS, AtRandom, None),
         (COMPRESSORS, AssignedOut, "optimizer=choco with compressor=mine does not change x"),
         (LEARNING, Rule, None),
         (LEARNING, Seldom, None),
         (LEARNING, AssignedX, "learning=mine does not change x by gradients"),
         (LEARNING, AveragesThenAssigns, "learning=mine does not change x by gradients"),
         (LEARNING, ReadsGradients, "learning=mine: a worker learns of another one without"),
+        (LEARNING, ReadsGradientsAtRandom, "learning=mine: a worker learns of another one"),
         (LEARNING, WithoutMix, r"learning=mine sends no messages; yield Mix\(...\)"),
         (LEARNING, ForgetsAnchor, "learning=mine goes on differently from a checkpoint"),
     ],
@@ -367,7 +485,9 @@ def test_rows_of_a_script_are_tried_before_data_are_loaded(
         try_row(registry, row, monkeypatch)
 
 
-@pytest.mark.parametrize(("registry", "row"), [(AVERAGING, Complete), (LEARNING, Rule)])
+@pytest.mark.parametrize(
+    ("registry", "row"), [(AVERAGING, Complete), (AVERAGING, Differences), (LEARNING, Rule)]
+)
 @pytest.mark.parametrize(("topology", "n"), [("one-peer-exponential", 4), ("ring", 1)])
 def test_rows_are_tried_on_the_topology_of_the_run(
     topology: str, n: int, registry: dict[str, Any], row: Any, monkeypatch: pytest.MonkeyPatch
@@ -376,12 +496,26 @@ def test_rows_are_tried_on_the_topology_of_the_run(
     try_row(registry, row, monkeypatch, topology, n)
 
 
+@pytest.mark.parametrize(
+    ("registry", "row"), [(AVERAGING, Random), (AGGREGATIONS, FilledMean), (LEARNING, Rule)]
+)
 def test_a_trial_draws_none_of_the_random_numbers_of_the_run(
-    monkeypatch: pytest.MonkeyPatch,
+    registry: dict[str, Any], row: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = torch.get_rng_state()
-    try_row(AVERAGING, Random, monkeypatch)
+    try_row(registry, row, monkeypatch)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_an_error_of_a_row_says_that_its_step_was_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mine(InPlace):
+        def step(self, x: Tensor) -> Any:
+            yield ToAll(x)
+            raise KeyError("nothing")
+
+    with pytest.raises(KeyError) as caught:
+        try_row(AVERAGING, Mine, monkeypatch)
+    assert "in a trial step, with a matrix 32 × 32" in caught.value.__notes__[0]
 
 
 def try_row(
