@@ -128,9 +128,6 @@ class _Typed(DictConfig):
     """A configuration whose assignments, and those of its copies, raise BadInput, with one
     sentence."""
 
-    def __copy__(self) -> "_Typed":
-        return self.__deepcopy__({})
-
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Typed":
         found = super().__deepcopy__(memo)
         object.__setattr__(found, "__class__", _Typed)

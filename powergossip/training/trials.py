@@ -87,8 +87,7 @@ def _of_learning(make: Callable[[Network, Parameters], Any], network: Network) -
     """Steps of a learning rule, where `make` makes a `methods.Method`."""
     with seeded(0):
         parameters = Parameters([_Model(SIZE, SIZE, bias=False) for _ in network.workers])
-    parameters.x.copy_(_start(network.topology))
-    with seeded(0):
+        parameters.x.copy_(_start(network.topology))
         method = make(network, parameters)
 
     def step(gradient: Tensor) -> None:
