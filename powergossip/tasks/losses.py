@@ -17,8 +17,7 @@ Metric = Callable[[Any, Any], Any]  # outputs and targets of a batch → mean ov
 def default_loss(outputs: Any, targets: Any, place: str) -> tuple[str, Metric, dict[str, Metric]]:
     """The name of the default loss for these targets, the loss, and the metrics beside it.
 
-    Raises BadInput, with a text that begins with `place`, if their shapes do not match, or for
-    labels that the model has no output for.
+    Raises BadInput, with a text that begins with `place`, if their shapes do not match.
     """
     for name, value in (("output of the model", outputs), ("target", targets)):
         if not isinstance(value, Tensor):
@@ -39,13 +38,6 @@ def default_loss(outputs: Any, targets: Any, place: str) -> tuple[str, Metric, d
         )
     if targets.is_floating_point():
         return "mse", mean_squared_error, {}
-    n = outputs.shape[-1]
-    wrong = targets[(targets != IGNORED_TARGET) & ((targets < 0) | (targets >= n))].tolist()
-    if wrong:
-        raise BadInput(
-            f"{place}: a target is {wrong[0]}; use labels from 0 to {n - 1}, as the model has {n} "
-            "outputs, or give a loss to Datasets"
-        )
     return "cross_entropy", cross_entropy, {"accuracy": accuracy}
 
 
@@ -55,9 +47,18 @@ def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
     Args:
         outputs: Scores `[*, label]`.
         targets: Labels `[*]`, integers.
+
+    Raises BadInput, on a CPU, for labels without an output.
     """
-    scores = outputs.flatten(0, -2)
-    return functional.cross_entropy(scores, targets.flatten().long(), ignore_index=IGNORED_TARGET)
+    scores, labels = outputs.flatten(0, -2), targets.flatten().long()
+    try:
+        return functional.cross_entropy(scores, labels, ignore_index=IGNORED_TARGET)
+    except IndexError as error:
+        n = scores.shape[-1]
+        raise BadInput(
+            f"{str(error).rstrip('.')}: use labels from 0 to {n - 1}, as the model has {n} "
+            "outputs, or give a loss to Datasets"
+        ) from error
 
 
 def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:

@@ -243,7 +243,7 @@ def test_an_averaging_rule_changes_x_for_a_learning_rule_too(
             x = (yield ToAll(x)).mean(1)
 
     monkeypatch.setitem(AVERAGING, "mine", Mine)
-    setting = {"optimizer": "mine", "learning": "exact-diffusion"}
+    setting = {"optimizer": "mine", "learning": "quasi-global-momentum"}
     with pytest.raises(BadInput, match="mine does not change x"):
         program.check(TASKS["text_same"], QUICK, setting)
 

@@ -416,7 +416,9 @@ def test_labels_without_an_output_are_rejected_wherever_they_stand(target: int) 
     targets[0], targets[1, :2] = -100, torch.tensor([0, 6])
     measured(data, scores, targets)
     targets[4, 2] = target
-    with pytest.raises(BadInput, match=f"a target is {target}; use labels from 0 to 6, as"):
+    with pytest.raises(
+        BadInput, match=f"Target {target} is out of bounds: use labels from 0 to 6, as"
+    ):
         measured(data, scores, targets)
 
 
@@ -633,7 +635,7 @@ def frozen(): return Datasets(*regression(), model=lambda: net().requires_grad_(
         ("not_finite", ["m is nan", "finite"]),
         ("not_there", ["main_metric=auc", "mse"]),
         ("wide", ["[8, 3]", "[8]", "loss"]),
-        ("label", ["a target is 3; use labels from 0 to 2", "3 outputs"]),
+        ("label", ["Target 3 is out of bounds: use labels from 0 to 2", "3 outputs"]),
         ("no_derived", ["derived returned", "dict"]),
         ("dicts", ["a batch is a dict", "forward"]),
         ("frozen", ["requires_grad"]),
