@@ -496,6 +496,19 @@ def test_rows_are_tried_on_the_topology_of_the_run(
     try_row(registry, row, monkeypatch, topology, n)
 
 
+@pytest.mark.parametrize(("n", "distance"), [(16, 1), (16, 8), (64, 32), (65, 1), (128, 64)])
+def test_neighbors_at_any_distance_are_known_by_messages_only(
+    n: int, distance: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Distant(InPlace):
+        def step(self, x: Tensor) -> Any:
+            yield ToAll(x[:, :1].clone())
+            x.lerp_(x.roll(distance, 0), 0.5)
+
+    with pytest.raises(ValueError, match="without a message"):
+        try_row(AVERAGING, Distant, monkeypatch, "ring", n)
+
+
 @pytest.mark.parametrize(
     ("registry", "row"), [(AVERAGING, Random), (AGGREGATIONS, FilledMean), (LEARNING, Rule)]
 )
