@@ -18,7 +18,7 @@ from powergossip import algorithms, compressors, options
 from powergossip.algorithms import Averaging, aggregation, learning
 from powergossip.algorithms.aggregation import Aggregation
 from powergossip.algorithms.error_feedback import ErrorFeedback
-from powergossip.compressors import COMPRESSORS, Codec
+from powergossip.compressors import COMPRESSORS, Codec, Levels
 from powergossip.network import Conversation, Exchange, Network, Processes
 from powergossip.parameters import Layout, Parameters
 from powergossip.tasks.user_functions import seeded
@@ -30,6 +30,7 @@ STEPS, MORE = 7, 3  # before and after a state is saved
 MOST = 1000  # steps in which a method has to average
 SIZE = 32  # rows and columns of the only matrix
 LAYOUT = Layout([(SIZE, SIZE)])
+INTEGERS = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 
 
 class Trial(NamedTuple):
@@ -125,7 +126,8 @@ def are_needed(c: Settings) -> bool:
 def try_compressor(given: Mapping[str, Any]) -> None:
     """Decode messages of a script's compressor as their sender and as another process does.
 
-    Raises ValueError if the results differ, and the errors of the compressor.
+    Raises ValueError if the results differ, for integers that do not fit into their field, and the
+    errors of the compressor.
 
     Args:
         given: Options of a method. `compressor` is the name.
@@ -136,10 +138,14 @@ def try_compressor(given: Mapping[str, Any]) -> None:
     known = options.defaults(COMPRESSORS[name])
     own = {key: given[key] for key in known if given.get(key) is not None}
     workers = torch.arange(4)
-    sender, other = (Codec(LAYOUT, compressors.make(name, **own), range(4)) for _ in range(2))
+    sender, other, third = (
+        Codec(LAYOUT, compressors.make(name, **own), range(4)) for _ in range(3)
+    )
     random = torch.Generator().manual_seed(0)
     for step in range(MORE):
-        message = sender.encode(torch.randn(4, LAYOUT.size, generator=random), step)
+        x = torch.randn(4, LAYOUT.size, generator=random)
+        message = sender.encode(x, step)
+        _check_integers(name, third, x, step)
         found = sender.decode(message, workers, step)
         with suppress(Exception):
             if _are_close([found], [other.decode(message, workers, step)]):
@@ -148,6 +154,25 @@ def try_compressor(given: Mapping[str, Any]) -> None:
             f"compressor={name} decompresses the same fields differently in another process; the "
             "result has to depend on the fields, the options and the stream only"
         )
+
+
+def _check_integers(name: str, codec: Codec, x: Tensor, step: int) -> None:
+    """Raise ValueError if the compressor gives an integer that its field cannot hold."""
+    (stream,) = codec.streams(codec.workers, step)
+    parts = codec.compressor.compress(x.view(-1, 1, SIZE, SIZE), stream)
+    for index, field in enumerate(codec.compressor.fields(SIZE, SIZE)):
+        if isinstance(field.kind, Levels):
+            lowest, highest = 0, field.kind.count - 1
+        elif field.kind in INTEGERS and field.length:
+            lowest, highest = torch.iinfo(field.kind).min, torch.iinfo(field.kind).max
+        else:
+            continue
+        least, most = parts[index].min().item(), parts[index].max().item()
+        if not lowest <= least <= most <= highest:
+            raise ValueError(
+                f"compressor={name}: field {index} holds {lowest} … {highest}, but compress "
+                f"returned {least:g} … {most:g}; in a trial step, for a matrix {SIZE} × {SIZE}"
+            )
 
 
 def try_averaging(

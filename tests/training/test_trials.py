@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, ClassVar
 
 import pytest
@@ -347,6 +348,40 @@ class AtRandom(compressors.RandomK):
     """Positions of the stream, which differ between steps."""
 
 
+class Indices(compressors.Identity):
+    """Positions of the first elements, for which 8 bits are too few."""
+
+    def __init__(self, dtype: torch.dtype = torch.int16) -> None:
+        self.dtype = dtype
+
+    def fields(self, rows: int, columns: int) -> Any:
+        kept = rows * columns // 2
+        return compressors.Field(self.dtype, kept), compressors.Field(torch.float32, kept)
+
+    def compress(self, v: Tensor, stream: Any) -> Any:
+        values, indices = v.flatten(-2).topk(v[0, 0].numel() // 2)
+        return indices, values
+
+    def decompress(self, fields: Any, out: Tensor, stream: Any) -> None:
+        out.flatten(-2).scatter_add_(-1, fields[0].long(), fields[1])
+
+
+class Ternary(compressors.Identity):
+    """Signs of large elements, as levels."""
+
+    def __init__(self, first: int = 0) -> None:
+        self.first = first  # of the indices
+
+    def fields(self, rows: int, columns: int) -> Any:
+        return (compressors.Field(compressors.Levels(-1, 1, 3), rows * columns),)
+
+    def compress(self, v: Tensor, stream: Any) -> Any:
+        return ((v.flatten(-2).clamp(-1, 1).round() + 1 + self.first),)
+
+    def decompress(self, fields: Any, out: Tensor, stream: Any) -> None:
+        out.flatten(-2).add_(fields[0])
+
+
 class Rule(GossipRule):
     """D-PSGD with an anchor, x_i at the start."""
 
@@ -467,6 +502,10 @@ class Seldom(Rule):
         (COMPRESSORS, FailsElsewhere, "compressor=mine decompresses the same fields differently"),
         (COMPRESSORS, FailsLater, "compressor=mine decompresses the same fields differently in"),
         (COMPRESSORS, AtRandom, None),
+        (COMPRESSORS, Indices, None),
+        (COMPRESSORS, partial(Indices, dtype=torch.uint8), r"field 0 holds 0 … 255, but compress"),
+        (COMPRESSORS, Ternary, None),
+        (COMPRESSORS, partial(Ternary, first=-1), r"field 0 holds 0 … 2, but compress returned -1"),
         (COMPRESSORS, AssignedOut, "optimizer=choco with compressor=mine does not change x"),
         (LEARNING, Rule, None),
         (LEARNING, Seldom, None),
