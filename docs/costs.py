@@ -74,7 +74,7 @@ def write(folder: Path) -> None:
     """Write the table for ResNet-20 on a ring into folder/costs.md."""
     layout = Layout(p.shape for p in ResNet20((3, 32, 32), 10).parameters())
     sent = {name: _bytes(build, layout) for name, build in METHODS.items()}
-    lines = ["| method | bytes a step | D-PSGD sends |", "| --- | --- | --- |"]
+    lines = ["| method | bytes a step | fewer than D-PSGD |", "| --- | --- | --- |"]
     for name, count in sent.items():
         lines.append(f"| {name} | {count:,.0f} | {sent['D-PSGD'] / count:.1f}× |")
     (folder / "costs.md").write_text("\n".join(lines) + "\n")

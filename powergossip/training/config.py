@@ -101,8 +101,8 @@ class RunKeys:
     topology_options: dict[str, Any] = field(default_factory=dict)  # such as {degree: 4}, and for
     #   static undirected graphs {weights: metropolis}, constant or fastest
     overlapping: bool | None = None  # gossip while the gradient is computed, or after the update
-    #   (false). By default true, except for gradient-tracking, momentum-tracking and gt-nsgd over
-    #   dpsgd and power-gossip
+    #   (false). By default true where the learning rule can, except for diloco, and for
+    #   gradient-tracking, momentum-tracking and gt-nsgd over dpsgd and power-gossip
     local_steps: int = 1  # gossip every k-th step, or average displacements (sparse-loco)
     learning: str = "dpsgd"  # learning rule of gossip: dpsgd, or for data that differ between
     #   workers: quasi-global-momentum, gradient-tracking, k-gt, momentum-tracking, gt-nsgd,
