@@ -384,7 +384,8 @@ def table(results: Iterable[Result], speeds: Iterable[Speed]) -> str:
         by_name.setdefault(found.case.name, []).append(found)
     lines = [
         "| rule, compressor | cases | default γ | diverge | largest error after 3000 steps | steps "
-        "to 10⁻³ over those with the best γ | starts | best γ at an end |",
+        "to 10⁻³, in units of those with the best γ | starts | "
+        "starts whose best γ is the smallest or largest tried |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for name, of_rule in sorted(by_rule.items()):
