@@ -128,7 +128,7 @@ def read_all(folders: list[Path], warn: Callable[[str], None] = print) -> list[d
 
 
 def problems(found: Mapping[str, Any], again: Mapping[str, Any] | None = None) -> list[str]:
-    """What is wrong with a file, as sentences.
+    """The errors of a file, as sentences.
 
     Args:
         again: Results of a repetition, which may differ by noise only.
@@ -233,7 +233,7 @@ def _differing_evaluations(own: Line, repeated: Line, level: float) -> list[str]
 
 
 def _problems(task: BenchmarkTask, tier: str, of_task: Mapping[str, Any]) -> list[str]:
-    """What is wrong with the results of a task."""
+    """The errors of the results of a task."""
     missing, tried = [], of_task["tried"]
     if of_task["version"] != task.version:
         missing.append(f"version {of_task['version']} of the task, now {task.version}")

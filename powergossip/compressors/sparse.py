@@ -245,7 +245,7 @@ class RandomK(_AtSharedPositions):
         return distinct(bits, count, entries)
 
     def sample_all(self, streams: Streams) -> Tensor:
-        """As `distinct` for each tensor, with one sort of the draws of all."""
+        """`distinct` for each tensor, with one sort of the draws of all."""
         constants = streams.constant("draws", lambda: self._draws(streams))
         if not constants.numel():
             return super().sample_all(streams)

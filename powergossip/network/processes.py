@@ -131,7 +131,7 @@ class Processes:
                 raise BadInput(text)
 
     def everywhere(self, value: T) -> list[T]:
-        """As `gather`, with those of the other shards, if each worker is divided over several."""
+        """`gather`, with those of the other shards, if each worker is divided over several."""
         return self.gather(value)
 
     def one_by_one(self, action: Callable[[], T]) -> T:
