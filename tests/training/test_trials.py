@@ -366,6 +366,27 @@ class Indices(compressors.Identity):
         out.flatten(-2).scatter_add_(-1, fields[0].long(), fields[1])
 
 
+class IndicesBehind(Indices):
+    """The same from −512 on, behind values and an empty field. `later`: a shift in step 2."""
+
+    def __init__(self, dtype: torch.dtype = torch.int16, later: int = 0) -> None:
+        super().__init__(dtype)
+        self.later, self.calls = later, 0
+
+    def fields(self, rows: int, columns: int) -> Any:
+        indices, values = super().fields(rows, columns)
+        return values, compressors.Field(torch.int32, 0), indices
+
+    def compress(self, v: Tensor, stream: Any) -> Any:
+        indices, values = super().compress(v, stream)
+        self.calls += 1
+        shift = self.later if self.calls == 3 else 0
+        return values, indices[..., :0], indices - 512 + shift
+
+    def decompress(self, fields: Any, out: Tensor, stream: Any) -> None:
+        super().decompress(((fields[2].long() + 512) % out[0, 0].numel(), fields[0]), out, stream)
+
+
 class Ternary(compressors.Identity):
     """Signs of large elements, as levels."""
 
@@ -504,6 +525,14 @@ class Seldom(Rule):
         (COMPRESSORS, AtRandom, None),
         (COMPRESSORS, Indices, None),
         (COMPRESSORS, partial(Indices, dtype=torch.uint8), r"field 0 holds 0 … 255, but compress"),
+        (COMPRESSORS, IndicesBehind, None),
+        (COMPRESSORS, partial(IndicesBehind, dtype=torch.int8), "field 2 holds -128 … 127, but"),
+        (COMPRESSORS, partial(IndicesBehind, later=2**15), "field 2 holds -32768 … 32767, but"),
+        (
+            COMPRESSORS,
+            partial(IndicesBehind, dtype=torch.int32, later=-(2**31)),
+            "field 2 holds -2147483648 … 2147483647, but",
+        ),
         (COMPRESSORS, Ternary, None),
         (COMPRESSORS, partial(Ternary, first=-1), r"field 0 holds 0 … 2, but compress returned -1"),
         (COMPRESSORS, AssignedOut, "optimizer=choco with compressor=mine does not change x"),
@@ -533,6 +562,13 @@ def test_rows_are_tried_on_the_topology_of_the_run(
 ) -> None:
     """After the steps of a trial, a period of the topology may not be over."""
     try_row(registry, row, monkeypatch, topology, n)
+
+
+@pytest.mark.parametrize(("n", "least"), [(2, 1), (3, 1), (16, 1), (63, 1), (64, 1), (65, 0.8)])
+def test_of_two_workers_each_is_changed_without_the_other(n: int, least: float) -> None:
+    sets = torch.stack(list(trials._halves(n)))
+    apart = (sets[:, :, None] & ~sets[:, None]).any(0)  # [changed, not changed]
+    assert apart.sum() >= least * n * (n - 1)
 
 
 @pytest.mark.parametrize(("n", "distance"), [(16, 1), (16, 8), (64, 32), (65, 1), (128, 64)])
