@@ -35,7 +35,6 @@ from tests.harness import launch
 from tests.harness.fuzz_cases import Case
 
 LONGEST = 40.0  # seconds of a run on an idle machine
-NOT_STARTED = "listener thread failed to start"  # mpirun itself, on a busy machine
 SIGNALS = {"SIGINT": 130, "SIGTERM": 143, "SIGUSR1": 138}  # exit codes
 
 
@@ -142,7 +141,7 @@ class _Ended:
                     options=options,
                     timeout=limit,
                 )
-                if NOT_STARTED not in ended.stderr:
+                if launch.NOT_STARTED not in ended.stderr:
                     break
         except subprocess.TimeoutExpired as error:
             stacks = [f"{file.name}:\n{file.read_text()}" for file in log.parent.glob("log-*")]
