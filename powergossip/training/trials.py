@@ -245,7 +245,7 @@ def _check_messages(
                 return  # it draws numbers of its own
             leaks = any(
                 not _are_close([x[~some] for x in after(some)], [x[~some] for x in found])
-                for some in _halves(topology.n_workers)
+                for some in halves(topology.n_workers)
             )
         if leaks:
             raise ValueError(
@@ -254,7 +254,7 @@ def _check_messages(
             )
 
 
-def _halves(n: int) -> Iterator[Tensor]:
+def halves(n: int) -> Iterator[Tensor]:
     """Sets of workers, bool [worker]: of any two workers, each is without the other in one.
 
     Of more than 64 workers, with which more sets take long, this holds for 7 of 8 pairs.

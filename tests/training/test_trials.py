@@ -566,7 +566,7 @@ def test_rows_are_tried_on_the_topology_of_the_run(
 
 @pytest.mark.parametrize(("n", "least"), [(2, 1), (3, 1), (16, 1), (63, 1), (64, 1), (65, 0.8)])
 def test_of_two_workers_each_is_changed_without_the_other(n: int, least: float) -> None:
-    sets = torch.stack(list(trials._halves(n)))
+    sets = torch.stack(list(trials.halves(n)))
     apart = (sets[:, :, None] & ~sets[:, None]).any(0)  # [changed, not changed]
     assert apart.sum() >= least * n * (n - 1)
 
