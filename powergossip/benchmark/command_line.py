@@ -22,6 +22,7 @@ Results are files NAME.json in output/benchmark, beside the folders of the runs.
 
 import argparse
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,6 +36,12 @@ from powergossip.formatting import plain
 OUTPUT = Path("output/benchmark")
 LAUNCHERS = ("process", "slurm")
 JOBS = 64  # default limit of concurrent Slurm jobs
+COMMANDS: dict[str, set[str]] = {  # and their options
+    "list": {"tier", "folder"},
+    "run": {"tier", "task", "cores", "launcher", "folder"},
+    "show": {"tier", "task", "folder", "output"},
+    "check": {"folder"},
+}
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -61,17 +68,21 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = command_line.parser("powergossip-benchmark", __doc__ or "")
     parser.add_argument("command", help="list, run, show or check")
     parser.add_argument("method", nargs="?", help="a file NAME.py or NAME.json, or an entry's name")
-    parser.add_argument("--tier", default=QUICK, help=", ".join(TIERS))
+    parser.add_argument("--tier", help=f"{', '.join(TIERS)}; by default {QUICK}")
     parser.add_argument("--task", action="append", help="a task, repeatable; by default all")
     parser.add_argument("--cores", type=int, help="cores for concurrent runs; Slurm: jobs")
-    parser.add_argument("--launcher", default="process", help=", ".join(LAUNCHERS))
-    parser.add_argument("--folder", type=Path, default=OUTPUT, help="folder of runs and results")
+    parser.add_argument("--launcher", help=f"{', '.join(LAUNCHERS)}; by default {LAUNCHERS[0]}")
+    parser.add_argument("--folder", type=Path, help=f"folder of runs and results; {OUTPUT}")
     parser.add_argument("--output", type=Path, help="folder for tables, figures and page of show")
     options = command_line.parsed(parser, arguments)
     try:
-        checks.one_of("command", options.command, ("list", "run", "show", "check"))
-        checks.one_of("--tier", options.tier, TIERS)
-        checks.one_of("--launcher", options.launcher, LAUNCHERS)
+        checks.one_of("command", options.command, COMMANDS)
+        given = {k for k, v in vars(options).items() if v is not None} - {"command", "method"}
+        for name in sorted(given - COMMANDS[options.command]):
+            accepted = ", ".join(f"--{n}" for n in sorted(COMMANDS[options.command]))
+            raise BadInput(f"{options.command} has no option --{name}; use {accepted}")
+        checks.one_of("--tier", options.tier or QUICK, TIERS)
+        checks.one_of("--launcher", options.launcher or LAUNCHERS[0], LAUNCHERS)
         for name in options.task or ():
             checks.one_of("--task", name, TASKS)
         if options.cores is not None:
@@ -82,8 +93,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         raise BadInput(f"{options.command} needs a file or the name of an entry")
     if options.command == "list" and options.method is not None:
         raise BadInput(f"list takes no method; use show {options.method}")
-    if options.output is not None and options.command != "show":
-        raise BadInput("--output is for show; use --folder for runs and results")
+    options.tier, options.launcher = options.tier or QUICK, options.launcher or LAUNCHERS[0]
+    options.repetition, options.folder = options.folder, options.folder or OUTPUT
     return options
 
 
@@ -135,7 +146,7 @@ def _run(options: argparse.Namespace) -> None:
         task for task in campaign.tasks if accepts(entry, task, options.tier, task.name in named)
     ]
     if not campaign.tasks:
-        raise BadInput(f"{entry.name} has no settings of {', '.join(names)}")
+        raise BadInput(f"no task accepts the settings of {entry.name}; tried: {', '.join(names)}")
     most = max(len(entry.settings[task.name]) for task in campaign.tasks)
     if most > TRIES[options.tier]:
         print(f"of up to {most} settings of a task, the first {TRIES[options.tier]} are tried")
@@ -148,7 +159,7 @@ def _run(options: argparse.Namespace) -> None:
     if results:
         path, note = submissions.save(entry, options.tier, results, options.folder)
         print(f"{note}\n" * bool(note), end="")
-        where = "" if options.folder == OUTPUT else f" --folder {options.folder}"
+        where = "" if options.folder == OUTPUT else f" --folder {shlex.quote(str(options.folder))}"
         show = f"powergossip-benchmark show {entry.name}{where}"
         print(f"results: {path}; beside the others: {show}")
     if failed:
@@ -181,12 +192,24 @@ def _show(options: argparse.Namespace) -> None:
     from powergossip.benchmark import page, submissions
 
     found = submissions.read_all([submissions.OF_LIBRARY, options.folder], _warn)
-    names = [entry["name"] for entry in found]
     chosen = _name(options.method)
+    if chosen and options.method.endswith(".json"):
+        own = submissions.read(Path(options.method))
+        chosen = own["name"]
+        found = [entry for entry in found if entry["name"] != chosen] + [own]
+    names = [entry["name"] for entry in found]
     if chosen and chosen not in names:
         raise BadInput(
             f'there are no results of "{chosen}"; run it first, or use {", ".join(names)}'
         )
+    tasks = options.task or list(TASKS)
+    for entry in found:
+        wrong = submissions.problems(entry)
+        if wrong:
+            _warn(f"{entry['name']} is not valid: {'; '.join(wrong)}")
+        if entry["name"] == chosen and not {*tasks} & {*entry["tiers"].get(options.tier, {})}:
+            missing = f"{', '.join(tasks)} in the tier {options.tier}"
+            raise BadInput(f"{chosen} has no results of {missing}; run it first")
     print(page.text(found, options.tier, options.task, chosen), end="")
     if options.output is not None:
         for path in page.write(found, options.output, options.task):
@@ -199,13 +222,17 @@ def _check(options: argparse.Namespace) -> None:
     path = Path(options.method)
     if path.suffix != ".json":
         path = options.folder / f"{_name(options.method)}.json"
+        if not path.exists() and (submissions.OF_LIBRARY / path.name).exists():
+            path = submissions.OF_LIBRARY / path.name
     found, again = submissions.read(path), None
     repeated = options.folder / f"{found['name']}.json"
-    if repeated.exists() and not repeated.samefile(path):
+    if options.repetition and path.parent.resolve() != options.repetition.resolve():
+        if not repeated.exists():
+            folder = shlex.quote(str(options.folder))
+            raise BadInput(f"there is no repetition {repeated}; run {path} --folder {folder}")
         again = submissions.read(repeated)
-    elif options.folder != OUTPUT and path.parent.resolve() != options.folder.resolve():
-        raise BadInput(f"there is no repetition {repeated}; run {path} --folder {options.folder}")
     wrong = submissions.problems(found, again)
+    wrong += [f"the tier {QUICK} is missing"] * (not found["tiers"].get(QUICK))
     if wrong:
         raise BadInput(f"{path} is not valid: {'; '.join(wrong)}")
     tasks = [f"{len(of)} of {len(TASKS)} tasks in {tier}" for tier, of in found["tiers"].items()]

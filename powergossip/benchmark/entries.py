@@ -33,6 +33,7 @@ from powergossip.training.config import RunKeys
 
 KEYS = set(RunKeys.__dataclass_fields__)  # of train.py, beside the options of methods
 DPSGD = "dpsgd"  # averaging without a learning rule
+MODULE = "benchmark_entry"  # name of a user's file as a module
 ALL = "all"  # in place of the name of a task, all tasks without a list of their own
 
 
@@ -102,7 +103,7 @@ def of_source(source: str, path: Path, name: str | None = None) -> Entry:
     Args:
         name: Its name where the file has none. None: that of the path.
     """
-    module = ModuleType("benchmark_entry")
+    module = ModuleType(MODULE)
     module.__file__ = str(path)
     sys.modules[module.__name__] = module  # for dataclasses and pickle
     folder = str(path.resolve().parent)
@@ -113,18 +114,19 @@ def of_source(source: str, path: Path, name: str | None = None) -> Entry:
     except SystemExit as error:
         raise BadInput(f"{path} ends the program; use a module without that") from error
     except Exception as error:
-        raise BadInput(f"{_where(error, path)}: {type(error).__name__}: {error}") from error
+        raise BadInput(f"{path}{where(error)}: {type(error).__name__}: {error}") from error
     settings = getattr(module, "SETTINGS", None)
     if not settings:
         raise BadInput(f"{path} has no SETTINGS; use a list of settings, or one for each task")
     return _entry(str(getattr(module, "NAME", None) or name or path.stem), source, settings)
 
 
-def _where(error: Exception, path: Path) -> str:
-    """The file, and the line in it at which an error was raised."""
+def where(error: BaseException) -> str:
+    """ ", line N" of the user's file at which an error was raised, or ""."""
+    file = getattr(sys.modules.get(MODULE), "__file__", None)
     frames = traceback.extract_tb(error.__traceback__)
-    lines = [frame.lineno for frame in frames if frame.filename == str(path)]
-    return f"{path}, line {lines[-1]}" if lines else str(path)
+    lines = [frame.lineno for frame in frames if frame.filename == file]
+    return f", line {lines[-1]}" if lines else ""
 
 
 def check_name(name: object) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import yaml
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 import train
 from powergossip import __version__, algorithms, compressors, options
@@ -31,7 +31,7 @@ from powergossip.runner.runner import circumstances
 from powergossip.runs import configuration, metrics
 from powergossip.runs.atomic_files import write_atomically
 from powergossip.training import trials
-from powergossip.training.config_checks import checked
+from powergossip.training.config_checks import checked, shared_keys
 from powergossip.training.methods import check_method
 
 DIVERGED = 1e2  # times the error at the start
@@ -82,31 +82,37 @@ def check(task: BenchmarkTask, tier: str, setting: Values) -> None:
     own = values | setting
     try:
         topology = measuring.graph(own, 1)
-        if task.is_consensus and own["optimizer"] not in algorithms.AVERAGING:
-            raise BadInput(f'optimizer "{own["optimizer"]}" is no averaging rule')
         if task.is_consensus:
+            options.find(algorithms.AVERAGING, "averaging rule", own["optimizer"])
             trials.try_compressor(_options(own))
             trials.try_averaging(own["optimizer"], topology, partial(_averaging, own))
         else:
             keys = {**values, **registered(setting), **HELD_OUT}
             config = checked(_configuration(keys), Processes())
             check_method(config, Network(topology, Processes()))
-    except (ValueError, TypeError) as error:  # BadInput is one
-        reason = str(error).partition("\n")[0]
-        raise BadInput(f"{task.name}: the setting {setting} is rejected: {reason}") from error
-    except Exception as error:
-        kind = type(error).__name__
-        raise BadInput(f"{task.name}: the setting {setting} fails: {kind}: {error}") from error
+    except (Exception, SystemExit) as error:
+        where, text = entries.where(error), str(error).partition("\n")[0]
+        ours = isinstance(error, ValueError | TypeError) and not where  # BadInput is one
+        how = "is rejected" if ours else f"fails{where}: {type(error).__name__}"
+        raise BadInput(f"{task.name}: the setting {setting} {how}: {text}") from error
 
 
 def _averaging(own: Values, network: Network, layout: Layout) -> algorithms.Averaging:
-    """The averaging rule of a setting."""
-    return algorithms.make(own["optimizer"], network, layout, **_options(own))
+    """The averaging rule of a setting, with the seed of the run where it has such an option."""
+    name, given = own["optimizer"], _options(own)
+    shared = {name: own[key] for name, key in shared_keys(name).items() if key in own}
+    return algorithms.make(name, network, layout, **{**shared, **given})
 
 
 def _options(setting: Values) -> Values:
-    """The options of the method of a setting, under the method's names."""
-    return {k.removeprefix(OPTION): v for k, v in setting.items() if k.startswith(OPTION)}
+    """The options of the method of a setting, under the method's names.
+
+    Those with keys of train.py have the types of these keys. Raises BadInput for other types.
+    """
+    given = {k: v for k, v in setting.items() if k.startswith(OPTION)}
+    typed = {k: v for k, v in given.items() if k in train.config}
+    found: Any = OmegaConf.to_container(_configuration(typed))
+    return {k.removeprefix(OPTION): found[k] if k in typed else v for k, v in given.items()}
 
 
 def _configuration(keys: Values) -> DictConfig:
@@ -201,7 +207,7 @@ def agree(
 ) -> dict[str, Any]:
     """Average matrices, until they agree but for rounding. The measure is log₁₀ of the mean squared
     error, relative to the start."""
-    own = values | setting
+    own = values | setting | {"seed": seed}
     start = data.matrices(values, seed)
     network = Network(measuring.graph(own, seed), Processes())
     rule = _averaging(own, network, Layout([(values["size"], values["size"])]))

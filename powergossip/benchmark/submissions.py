@@ -14,7 +14,7 @@ from typing import Any
 from powergossip.benchmark import entries
 from powergossip.benchmark.comparison import LEVEL, Line, deviation, difference, quantile, same_data
 from powergossip.benchmark.entries import Entry
-from powergossip.benchmark.tasks import QUICK, SEEDS, TASKS, TIERS, TRIES, BenchmarkTask
+from powergossip.benchmark.tasks import SEEDS, TASKS, TIERS, TRIES, BenchmarkTask
 from powergossip.errors import BadInput
 from powergossip.runs.atomic_files import write_atomically
 
@@ -115,6 +115,9 @@ def read_all(folders: list[Path], warn: Callable[[str], None] = print) -> list[d
         for path in sorted(folder.glob("*.json")):
             try:
                 content = read(path)
+                if content["name"] != path.stem:
+                    name = content["name"]
+                    raise BadInput(f"{path} has results of {name}; use {name}.json as its name")
             except BadInput as error:
                 warn(f"left out: {error}")
                 continue
@@ -159,8 +162,6 @@ def problems(found: Mapping[str, Any], again: Mapping[str, Any] | None = None) -
                 missing += [f"{where}, in its repetition: {text}" for text in of_again]
                 level = 1 - (1 - LEVEL) / len(repeated)  # of all tasks together: LEVEL
                 missing += [f"{where}: {t}" for t in _differing(TASKS[name], *pair, level)]
-    if not tiers.get(QUICK):
-        missing.append("the tier quick is missing")
     return missing
 
 
@@ -244,10 +245,16 @@ def _problems(task: BenchmarkTask, tier: str, of_task: Mapping[str, Any]) -> lis
         missing.append("the setting is not the best one that was tried")
     if tuple(run["seed"] for run in of_task["runs"]) != SEEDS:
         missing.append(f"the seeds are not {', '.join(map(str, SEEDS))}")
+    least, most = task.measure.least, task.measure.most
     for run in of_task["runs"]:
-        sent = [evaluation["MB"] for evaluation in run["evaluations"]]
+        sent = [0.0, *(evaluation["MB"] for evaluation in run["evaluations"])]
         if sent != sorted(sent):
             missing.append("megabytes become fewer")
+        values = [evaluation[key] for evaluation in run["evaluations"] for key in ("mean", "worst")]
+        wrong = [value for value in values if not least <= value <= most]
+        missing += [
+            f"{task.measure.name} {value:g}, not {least:g} to {most:g}" for value in wrong[:1]
+        ]
     return missing
 
 

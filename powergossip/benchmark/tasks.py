@@ -4,6 +4,7 @@ A change of anything here that changes a result raises the task's `version`. Res
 versions, tiers or data are not compared.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -38,6 +39,7 @@ class Measure:
 
     Attributes:
         tolerance: Difference of a repetition that is none.
+        least, most: Its range.
         factor: Factor of the numbers that are shown.
     """
 
@@ -45,13 +47,15 @@ class Measure:
     title: str
     larger_is_better: bool
     tolerance: float
+    least: float = 0.0
+    most: float = math.inf
     factor: float = 1.0
     places: int = 3
 
 
-ACCURACY = Measure("accuracy", "accuracy, %", True, 0.01, 100.0, 2)
+ACCURACY = Measure("accuracy", "accuracy, %", True, 0.01, most=1.0, factor=100.0, places=2)
 BITS_PER_BYTE = Measure("bits_per_byte", "bits per byte", False, 0.02)
-ERROR = Measure("error", "log₁₀ of the relative error", False, 0.2, places=2)
+ERROR = Measure("error", "log₁₀ of the relative error", False, 0.2, least=-10.0, places=2)
 
 
 @dataclass(frozen=True)
@@ -105,7 +109,7 @@ def _consensus(name: str, title: str, matrices: str) -> BenchmarkTask:
         name,
         title,
         CONSENSUS,
-        2,
+        3,
         ERROR,
         dict.fromkeys(TIERS, -3.0),
         {"n_workers": 8, "matrices": matrices, "size": 100, "topology": "ring"},

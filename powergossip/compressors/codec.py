@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from powergossip import randomness
+from powergossip import options, randomness
 from powergossip.compressors.compressor import (
     BySize,
     Compressor,
@@ -25,6 +25,7 @@ from powergossip.compressors.packing import pack, packed_size, unpack
 from powergossip.parameters import Layout, Stack
 from powergossip.tensor_cache import TensorCache
 
+INTEGERS = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 AT_ONCE = 2**22  # elements of several senders that are decoded together, in memory of their own
 
 
@@ -64,6 +65,7 @@ class Codec:
         self.compressor, self.elements, self.layout = compressor, layout.size, layout
         self._whole = [m for m in matrices(layout.whole) if chosen(m.rows, m.columns)]
         self.stacks = [layout.local(stack) for stack in self._whole]
+        self._of_script = not options.are_of_library(type(compressor))
         self.linear = bool(getattr(compressor, "linear", False))
         divides = getattr(compressor, "divides", "")
         if layout.shards is not None and not divides:
@@ -131,6 +133,8 @@ class Codec:
                     f"{len(fields)} tensors, one for each of its fields"
                 )
             try:
+                if self._of_script:
+                    self._check_integers(index, v, parts)
                 for field, part in zip(fields, parts, strict=True):
                     field.copy_(part)
             except (RuntimeError, TypeError) as error:
@@ -138,6 +142,24 @@ class Codec:
                 if wrong is None:
                     raise
                 raise wrong from error
+
+    def _check_integers(self, index: int, v: Tensor, parts: Sequence[Tensor]) -> None:
+        """Raise ValueError for an integer of finite v that its field of this stack cannot hold."""
+        stack = self.stacks[index]
+        for i, field in enumerate(self.compressor.fields(stack.rows, stack.columns)):
+            if isinstance(field.kind, Levels):
+                lowest, highest = 0, field.kind.count - 1
+            elif field.kind in INTEGERS and field.length and field.kind != parts[i].dtype:
+                lowest, highest = torch.iinfo(field.kind).min, torch.iinfo(field.kind).max
+            else:
+                continue
+            least, most = parts[i].min().item(), parts[i].max().item()
+            if not lowest <= least <= most <= highest and v.isfinite().all():
+                raise ValueError(
+                    f"{type(self.compressor).__name__}.compress returned {least:g} … {most:g} for "
+                    f"field {i}, which holds {lowest} … {highest}; the matrix is "
+                    f"{stack.rows} × {stack.columns}"
+                )
 
     def _wrong(self, fields: Sequence[Tensor], parts: Sequence[Any]) -> ValueError | None:
         """The error of the first field that has another shape, or None."""

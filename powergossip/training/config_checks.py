@@ -48,7 +48,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "dgc": {"keep_ratio": 0.01, "compress_upper_bound": 1.0, "int32_indices": True},
     **{name: {"start_iteration": torch_powersgd.AUTO} for name in torch_powersgd.HOOKS},
 }
-# Options that have a key of their own, without the prefix. See _shared_keys.
+# Options that have a key of their own, without the prefix. See shared_keys.
 OWN_KEYS = {
     "seed": "seed",
     "momentum": "momentum",
@@ -389,7 +389,7 @@ def _row_defaults(optimizer: str, given: Mapping[str, Any]) -> dict[str, Any]:
     return options.defaults(torch_powersgd.DDPHook)
 
 
-def _shared_keys(optimizer: str) -> dict[str, str]:
+def shared_keys(optimizer: str) -> dict[str, str]:
     """Return option → key without the prefix, for the options of a row that have those values.
 
     A value that a row binds by `functools.partial` stays. Averaging rules of a script share the
@@ -411,7 +411,7 @@ def option_defaults(optimizer: str, given: Mapping[str, Any] | None = None) -> d
     `given`, X → value, may choose the compressor, whose options are included.
     """
     keys = {name: key for key, name in ALIASES.get(optimizer, {}).items()}
-    shared = _shared_keys(optimizer)
+    shared = shared_keys(optimizer)
     found = {
         keys.get(name, name): default
         for name, default in _row_defaults(optimizer, given or {}).items()
@@ -464,7 +464,7 @@ def method_options(c: Settings) -> dict[str, Any]:
     """
     keys = {name: key for key, name in ALIASES.get(c.optimizer, {}).items()}
     values: dict[str, Any] = {}
-    without, shared = learning.without(c.learning), _shared_keys(c.optimizer)
+    without, shared = learning.without(c.learning), shared_keys(c.optimizer)
     for name in _row_defaults(c.optimizer, c.options):
         if name in shared:
             values[name] = getattr(c, shared[name])
@@ -489,7 +489,7 @@ def errors_name_keys(optimizer: str) -> Iterator[None]:
         if "." in error.name:  # an entry of another key
             raise
         keys = {name: key for key, name in ALIASES.get(optimizer, {}).items()}
-        shared = _shared_keys(optimizer)
+        shared = shared_keys(optimizer)
         key = shared.get(error.name, f"{PREFIX}{keys.get(error.name, error.name)}")
         raise error.renamed(key) from error
 

@@ -542,6 +542,50 @@ def test_rules_that_no_network_could_carry_out_are_rejected(
         program.check(TASKS[task], QUICK, {"optimizer": "mine"})
 
 
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("assert x.dim() == 3", r"fails, line 10: AssertionError: $"),
+        ("raise ValueError('k is wrong')", "fails, line 10: ValueError: k is wrong$"),
+        ("import sys; sys.exit(0)", "fails, line 10: SystemExit: 0$"),
+        ("x.view(3)", r"fails, line 10: RuntimeError: shape '\[3\]' is invalid"),
+    ],
+)
+def test_errors_of_a_file_have_its_line(
+    line: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(AVERAGING, "half", None)
+    path = written(tmp_path, [{"optimizer": "half"}])
+    path.write_text(
+        path.read_text().replace("received = yield", f"{line}\n        received = yield")
+    )
+    entry = entries.find(str(path))
+    with pytest.raises(BadInput, match=sentence):
+        program.check(TASKS["consensus_random"], QUICK, entry.settings["consensus_random"][0])
+
+
+def test_consensus_has_the_seed_and_the_types_of_options(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[tuple[int, object]] = []
+
+    class Mine(Half):
+        def __init__(self, network: Any, layout: Any, *, seed: int = 0, rank: int = 1) -> None:
+            found.append((seed, rank))
+
+        def step(self, x: Tensor) -> Any:
+            x.lerp_((yield ToAll(x)).mean(1), 0.5)
+
+    monkeypatch.setitem(AVERAGING, "mine", Mine)
+    task, setting = TASKS["consensus_random"], {"optimizer": "mine", "optimizer_rank": "3"}
+    for seed in (1, 2):
+        values = {**task.values_of(QUICK), "steps": 1}
+        program.agree(task, values, setting, seed, True, tmp_path)
+    assert found == [(1, 3), (2, 3)]
+    with pytest.raises(BadInput, match=r"optimizer_rank=2\.5: use a whole number"):
+        program.check(task, QUICK, {"optimizer": "mine", "optimizer_rank": 2.5})
+
+
 @pytest.mark.parametrize("name", AVERAGING)
 def test_workers_learn_of_each_other_by_messages_only(name: str) -> None:
     make = partial(algorithms.make, name)
@@ -596,7 +640,7 @@ def test_no_worker_has_the_model_of_another_one(
 
 @pytest.mark.parametrize("setting", [{"optimizer": "powersgd"}, {"optimizer": "typo"}])
 def test_consensus_accepts_averaging_rules_only(setting: Values) -> None:
-    with pytest.raises(BadInput, match="is no averaging rule"):
+    with pytest.raises(BadInput, match=r"averaging rule .* is unknown; choose from all-reduce"):
         program.check(TASKS["consensus_random"], QUICK, setting)
 
 
@@ -765,8 +809,8 @@ def test_a_task_that_changes_has_another_version() -> None:
         text = json.dumps([*of_all, task.values, task.tiers], sort_keys=True)
         found[task.name] = (task.version, hashlib.sha256(text.encode()).hexdigest()[:8])
     assert found == {
-        "consensus_random": (2, "d974447b"),
-        "consensus_low_rank": (2, "b53b3af7"),
+        "consensus_random": (3, "d974447b"),
+        "consensus_low_rank": (3, "b53b3af7"),
         "fashion_mnist_same": (1, "d6a92d18"),
         "fashion_mnist_sorted": (1, "98c3e05e"),
         "fashion_mnist_dirichlet": (1, "19c7986e"),
@@ -848,7 +892,7 @@ def test_only_results_of_the_same_data_and_version_are_compared() -> None:
     assert [line.name for line in found] == ["b", "a", "diverged"]
     assert others == ["other data", "other version"]
     of_matrices = [  # whose last bits differ between processors
-        entry_of(name, result(-3.0, data=name, version=2), "consensus_random") for name in "ab"
+        entry_of(name, result(-3.0, data=name, version=3), "consensus_random") for name in "ab"
     ]
     assert len(lines(TASKS["consensus_random"], QUICK, of_matrices)[0]) == 2
     shown = page.table(found)
@@ -1304,7 +1348,10 @@ def test_a_task_that_fails_leaves_the_others_their_results(
         (["run", "d-psgd", "--cores", "0"], "--cores"),
         (["run", "a2cid2", "--task", "text_same"], "a2cid2 has no settings of text_same"),
         (["show", "nobody"], 'no results of "nobody"'),
-        (["list", "--output", "x"], "--output is for show"),
+        (["list", "--output", "x"], "list has no option --output; use --folder, --tier"),
+        (["check", "d-psgd", "--tier", "full"], "check has no option --tier; use --folder"),
+        (["show", "--cores", "2"], "show has no option --cores"),
+        (["show", "mean-gradient", "--task", "consensus_random"], "no results of consensus_random"),
         (["list", "d-psgd"], "use show d-psgd"),
         (["check", "nobody"], "cannot be read"),
         (["check", "own.json"], "no file of results"),

@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,15 @@ def test_tiers_and_tasks_are_known_ones() -> None:
         "the task cifar is unknown",
         "the tier tiny is unknown; use quick, full",
     ]
-    assert submissions.problems(file_of(quick={})) == ["the tier quick is missing"]
+
+
+@pytest.mark.parametrize(
+    ("task", "value"), [(IMAGES, 99.0), (IMAGES, -0.1), ("consensus_random", -10.1)]
+)
+def test_values_are_in_the_range_of_their_measure(task: str, value: float) -> None:
+    wrong = complete(0.5, value, 0.7)
+    (found,) = differing(wrong, wrong, task)
+    assert re.fullmatch(rf"{TASKS[task].measure.name} \S+, not \S+ to \S+", found)
 
 
 # --- What is complete -----------------------------------------------------------------------------
@@ -142,7 +151,7 @@ def test_a_difference_is_beyond_its_interval_and_the_tolerance(task: str, spread
     """In tolerances. Each is a limit alone, not their sum."""
     tolerance = TASKS[task].measure.tolerance
     margin = stats.t.ppf(0.975, 2) * spread / math.sqrt(3)
-    again = [100.0, 200.0, 300.0]  # far apart, so that no single value differs
+    again = [20.0, 50.0, 80.0]  # far apart, so that no single value differs
     for sign in (-1, 1):
         for part in (0.99, 1.01):
             by = part * max(margin, 1.0)

@@ -86,6 +86,47 @@ def test_a_file_is_compared_with_the_repetition_of_its_entry(
         command_line.main(["check", "mine.json", "--folder", "again"])
 
 
+def test_a_check_needs_the_quick_tier(here: Path) -> None:
+    path = saved("first", "a", 0.5, 0.6, 0.7, tier=FULL)
+    with pytest.raises(BadInput, match="the tier quick is missing"):
+        command_line.main(["check", str(path)])
+
+
+def test_a_name_without_results_in_the_folder_is_an_entry_of_the_library(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command_line.main(["check", "signsgd"])
+    assert "signsgd.json is valid" in capsys.readouterr().out
+
+
+# --- show -----------------------------------------------------------------------------------------
+
+
+def test_a_path_is_shown_in_place_of_other_results_of_its_entry(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(submissions, "OF_LIBRARY", here)
+    saved(str(OUTPUT), "a", 0.5, 0.5, 0.5)
+    other = saved("elsewhere", "a", 0.25, 0.25, 0.25)
+    for asked, means in (("a", "0.500"), (str(other), "0.250")):
+        command_line.main(["show", asked])
+        (row,) = [r for r in capsys.readouterr().out.splitlines() if r.split()[:1] == ["a"]]
+        assert row.split()[1] == means
+
+
+def test_a_copy_under_another_name_is_left_out(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that it does not replace the results of its entry."""
+    monkeypatch.setattr(submissions, "OF_LIBRARY", here)
+    saved(str(OUTPUT), "a", 0.25, 0.25, 0.25).rename(OUTPUT / "b.json")
+    saved(str(OUTPUT), "a", 0.5, 0.5, 0.5)
+    command_line.main(["show", "a"])
+    said = capsys.readouterr()
+    assert "0.500" in said.out
+    assert "b.json has results of a; use a.json as its name" in said.err
+
+
 # --- run ------------------------------------------------------------------------------------------
 
 

@@ -1,6 +1,7 @@
 """The laws of compressors, for every one in the registry, and those of single compressors."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from math import ceil, log2, prod
 
 import pytest
@@ -633,3 +634,22 @@ def test_what_a_compressor_of_ones_own_lacks(monkeypatch: pytest.MonkeyPatch) ->
     codec = compressors.Codec(layout, compressors.make("bare"), range(2))
     with pytest.raises(TypeError, match="compress returned Tensor; use a tuple of 1 tensors"):
         codec.encode(torch.zeros(2, 6), 0)
+
+
+@pytest.mark.parametrize(("columns", "sentence"), [(128, None), (300, "returned 0 … 38399 for")])
+def test_integers_of_a_compressor_of_a_script_fit_into_their_field(
+    columns: int, sentence: str | None
+) -> None:
+    """Of each matrix, large ones included. They would wrap around silently."""
+
+    class Positions(compressors.Identity):
+        def fields(self, rows: int, columns: int) -> tuple[compressors.Field, ...]:
+            return (compressors.Field(torch.int16, rows * columns),)
+
+        def compress(self, v: Tensor, stream: Stream) -> tuple[Tensor, ...]:
+            return (torch.arange(v[0, 0].numel()).expand(*v.shape[:2], -1),)
+
+    codec = Codec(Layout([(128, columns)]), Positions(), [0])
+    with pytest.raises(ValueError, match=sentence) if sentence else nullcontext():
+        codec.encode(torch.zeros(1, 128 * columns), 0)
+    codec.encode(torch.full((1, 128 * columns), torch.nan), 0)  # a run that diverges

@@ -1136,6 +1136,10 @@ def test_fastest_weights_of_three_hundred_workers_take_seconds() -> None:
         (lambda n, seed: make("ring", 7), "returned 7 workers; return a Topology of 8 workers"),
         (lambda n, seed: nx.cycle_graph(n), "returned a Graph"),
         (lambda n, seed: None, "returned a NoneType"),
+        (
+            lambda n, seed: undirected("mine", nx.gnp_random_graph(n, 0.8)),
+            "returned two graphs for one seed; draw random numbers from the seed",
+        ),
     ],
 )
 def test_a_function_of_a_script_makes_a_topology_of_all_workers(

@@ -57,6 +57,13 @@ class WithoutYield(InPlace):
         x.mul_(0.5)
 
 
+class WithoutEnd(InPlace):
+    def step(self, x: Tensor) -> Any:
+        while True:
+            received = yield ToAll(x)
+            x.lerp_(received.mean(1), 0.5)
+
+
 class WithoutState:
     __init__, step = InPlace.__init__, InPlace.step
 
@@ -314,6 +321,11 @@ class AssignedOut(compressors.Identity):
         out = out.flatten(-2) + fields[0]
 
 
+class OverwrittenOut(compressors.Identity):
+    def decompress(self, fields: Any, out: Tensor, stream: Any) -> None:
+        out.flatten(-2).copy_(fields[0])
+
+
 class KeepsIndices(compressors.Identity):
     """Half of the elements. The receiver cannot know which ones."""
 
@@ -493,6 +505,11 @@ class Seldom(Rule):
         (AVERAGING, Silent, "optimizer=mine sends no messages; a step yields them"),
         (AVERAGING, Assigned, "optimizer=mine does not change x; a step changes it in place"),
         (AVERAGING, WithoutYield, "a step returned NoneType; use a generator"),
+        (
+            AVERAGING,
+            WithoutEnd,
+            "a step has yielded 10000 messages; a step of averaging has to end",
+        ),
         (AVERAGING, WithoutState, "optimizer=mine has no state_dict; checkpoints need it"),
         (AVERAGING, WithoutLoad, "optimizer=mine has no load_state_dict; checkpoints need it"),
         (AVERAGING, ForgetsNumber, "optimizer=mine goes on differently from a checkpoint"),
@@ -524,17 +541,30 @@ class Seldom(Rule):
         (COMPRESSORS, FailsLater, "compressor=mine decompresses the same fields differently in"),
         (COMPRESSORS, AtRandom, None),
         (COMPRESSORS, Indices, None),
-        (COMPRESSORS, partial(Indices, dtype=torch.uint8), r"field 0 holds 0 … 255, but compress"),
+        (COMPRESSORS, partial(Indices, dtype=torch.uint8), "for field 0, which holds 0 … 255;"),
         (COMPRESSORS, IndicesBehind, None),
-        (COMPRESSORS, partial(IndicesBehind, dtype=torch.int8), "field 2 holds -128 … 127, but"),
-        (COMPRESSORS, partial(IndicesBehind, later=2**15), "field 2 holds -32768 … 32767, but"),
+        (
+            COMPRESSORS,
+            partial(IndicesBehind, dtype=torch.int8),
+            "for field 2, which holds -128 … 127;",
+        ),
+        (
+            COMPRESSORS,
+            partial(IndicesBehind, later=2**15),
+            "for field 2, which holds -32768 … 32767;",
+        ),
         (
             COMPRESSORS,
             partial(IndicesBehind, dtype=torch.int32, later=-(2**31)),
-            "field 2 holds -2147483648 … 2147483647, but",
+            "for field 2, which holds -2147483648 … 2147483647;",
         ),
         (COMPRESSORS, Ternary, None),
-        (COMPRESSORS, partial(Ternary, first=-1), r"field 0 holds 0 … 2, but compress returned -1"),
+        (
+            COMPRESSORS,
+            partial(Ternary, first=-1),
+            "returned -1 … 1 for field 0, which holds 0 … 2;",
+        ),
+        (COMPRESSORS, OverwrittenOut, "compressor=mine assigns to out in decompress; add"),
         (COMPRESSORS, AssignedOut, "optimizer=choco with compressor=mine does not change x"),
         (LEARNING, Rule, None),
         (LEARNING, Seldom, None),
