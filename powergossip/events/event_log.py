@@ -12,6 +12,8 @@ exchange (−1 where there is none). A real run and the virtual clock write the 
     join                      a replacement begins with the mean of the neighbors' models. k: steps
     epoch                     the end of epoch k, after its evaluation
     views                     messages carry the view of their sender, in k bits (−1: any number)
+    workers, steps            the number k of workers, and of steps in an epoch
+    edge                      the topology has the edge with j > worker
 
 The events of a worker are in the order in which they happened to it, and a part is sent before it
 is applied. That determines every bit of the run.
@@ -38,6 +40,7 @@ class Entry(NamedTuple):
     counter: int
 
 
+OF_RUN = ("views", "workers", "steps", "edge")  # kinds that are no events
 _KEYS = ("time", "kind", "worker", "neighbor", "counter")
 
 
@@ -59,17 +62,62 @@ def write_whole(path: Path, entries: Iterable[Entry]) -> None:
     part.replace(path)
 
 
-def read(path: Path) -> list[Entry]:
+def of_run(n_workers: int, steps_per_epoch: int, edges: Iterable[Sequence[int]]) -> list[Entry]:
+    """The lines by which `check` knows a run."""
+    return [
+        Entry(0.0, "workers", -1, -1, n_workers),
+        Entry(0.0, "steps", -1, -1, steps_per_epoch),
+        *(Entry(0.0, "edge", int(i), int(j), -1) for i, j in edges),
+    ]
+
+
+def check(path: Path, entries: Sequence[Entry], run: Sequence[Entry], num_epochs: int) -> None:
+    """Raise BadValue unless a run can repeat the events of a file.
+
+    Args:
+        run: Lines of the run, by `of_run`. Those that the file does not have are not compared.
+    """
+    if not any(entry.worker >= 0 and entry.kind not in OF_RUN for entry in entries):
+        raise BadValue("replay", path, "a file with events, of record_order=true")
+    recorded = {entry.kind: entry.counter for entry in entries if entry.kind in OF_RUN}
+    recorded.setdefault("workers", 1 + max(entry.worker for entry in entries))
+    given = {entry.kind: entry.counter for entry in run}
+    for kind, text in (("workers", "{} workers"), ("steps", "{} steps per epoch")):
+        if recorded.get(kind, given[kind]) != given[kind]:
+            accepted = f"{text.format(recorded[kind])} in place of {given[kind]}, as recorded"
+            raise BadValue("replay", path, accepted)
+    edges = {entry for entry in entries if entry.kind == "edge"}
+    if edges and edges != {entry for entry in run if entry.kind == "edge"}:
+        raise BadValue("replay", path, "the topology of the recorded run, which has other edges")
+    steps: dict[int, int] = {}  # of the workers alive
+    for entry in entries:
+        if entry.kind in ("begin", "finish"):
+            steps[entry.worker] = steps.get(entry.worker, 0) + (entry.kind == "finish")
+        elif entry.kind == "join":
+            steps[entry.worker] = entry.counter
+        elif entry.kind == "die":
+            steps.pop(entry.worker, None)
+    ended = max((entry.counter for entry in entries if entry.kind == "epoch"), default=0)
+    # A run that diverged has no end of its last epoch.
+    enough = sum(steps.values()) >= num_epochs * given["steps"] * len(steps)
+    if num_epochs > ended and not enough:
+        raise BadValue("replay", path, f"num_epochs={ended} or less: the file has no more")
+
+
+def read(path: Path, complete: bool = False) -> list[Entry]:
     """Read a file of events, without an incomplete last line.
 
     Raises:
-        BadValue: For a file that cannot be read, and for a line that is no event.
+        BadValue: For a file that cannot be read, for a line that is no event, and with `complete`
+            for an incomplete last line.
     """
     entries = []
     try:
-        lines = reading.text(path).split("\n")[:-1]
+        *lines, last = reading.text(path).split("\n")
     except reading.Unreadable as error:
         raise BadValue("replay", path, f"a file of events ({error})") from error
+    if complete and last:
+        raise BadValue("replay", path, f"a complete file: line {len(lines) + 1} is cut off")
     for number, line in enumerate(lines, 1):
         try:
             values = json.loads(line)
@@ -97,8 +145,8 @@ def merged(parts: Sequence[Sequence[Entry]], lost: Iterable[int]) -> list[Entry]
     """
     sent: Counter[tuple[int, int, int]] = Counter()  # i, j, k → sent, not applied
     joins: Counter[int] = Counter()  # worker → replacements so far
-    of_run = [entry for part in parts for entry in part if entry.kind == "views"][:1]
-    parts = [[entry for entry in part if entry.kind != "views"] for part in parts]
+    facts = dict.fromkeys(entry for part in parts for entry in part if entry.kind in OF_RUN)
+    parts = [[entry for entry in part if entry.kind not in OF_RUN] for part in parts]
     queues = [deque(part) for part in parts]
     hosts: dict[int, list[int]] = defaultdict(list)  # worker → its parts
     learning: dict[tuple[int, int], list[int]] = defaultdict(list)  # worker, version → parts
@@ -132,7 +180,7 @@ def merged(parts: Sequence[Sequence[Entry]], lost: Iterable[int]) -> list[Entry]
         for entry in part:
             opening.setdefault(entry.worker, entry.kind)
     silent = (lost - set(opening)) | {w for w, kind in opening.items() if kind == "join"}
-    found = [*of_run, *(Entry(0.0, "die", worker, -1, -1) for worker in sorted(silent))]
+    found = [*facts, *(Entry(0.0, "die", worker, -1, -1) for worker in sorted(silent))]
 
     def take(queue: deque[Entry]) -> Entry:
         entry = queue.popleft()

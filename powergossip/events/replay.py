@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
-from powergossip.checks import BadValue
-from powergossip.events.event_log import Entry
+from powergossip.errors import BadInput
+from powergossip.events.event_log import OF_RUN, Entry
 from powergossip.events.joining import Compute, Make, begin_late
 from powergossip.events.members import View, raised
 from powergossip.events.packing import bits_of_view
@@ -24,7 +24,7 @@ class Replay:
         models: As those of VirtualClock.
 
     Raises:
-        BadValue: If the file ends before the steps of `run`.
+        BadInput: If the file ends before the steps of `run`, or has events of another method.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Replay:
         counter: Counter | None = None,
     ):
         n = len(models[0])
-        first = {entry.worker: entry.kind for entry in reversed(entries)}
+        first = {e.worker: e.kind for e in reversed(entries) if e.kind not in OF_RUN}
         # A worker that joins after the last event has none.
         absent = [i for i in range(n) if entries and first.get(i, "join") == "join"]
         self.now = 0.0
@@ -77,7 +77,7 @@ class Replay:
             if self._next == len(self._entries):
                 if self.progress >= steps:
                     break
-                raise BadValue("replay", "the file", f"fewer epochs: it ends at {self.now:g} s")
+                raise BadInput(f"replay: use fewer epochs: the file ends at {self.now:g} s")
             self.advance()
 
     def end_epoch(self, epoch: int) -> None:
@@ -93,7 +93,7 @@ class Replay:
         entry = self._entries[self._next]
         self._next += 1
         self.now = max(self.now, entry.time)
-        if entry.kind in ("epoch", "views"):
+        if entry.kind in ("epoch", *OF_RUN):
             return
         if entry.kind in ("die", "join"):
             self._versions = raised(self._versions, entry.worker)
@@ -110,9 +110,22 @@ class Replay:
                 self.counter,
             )
             return
+        if not self._fits(entry):
+            event = f"{entry.kind} of worker {entry.worker}, neighbor {entry.neighbor}"
+            raise BadInput(f"replay: use the file of such a run: {event} does not fit this one")
         worker = self._workers[entry.worker]
         self._happen(worker, entry)
         worker.log.clear()
+
+    def _fits(self, entry: Entry) -> bool:
+        """Whether the event can happen to its worker."""
+        worker = self._workers.get(entry.worker)
+        if worker is None or entry.neighbor < 0 or entry.kind == "learn":
+            return worker is not None
+        edge = worker.edges.get(entry.neighbor)
+        if edge is None or entry.kind == "start":
+            return edge is not None and edge.own is None
+        return (entry.neighbor, worker.index, edge.incarnation, entry.counter) in self._parts
 
     def _happen(self, worker: Worker, entry: Entry) -> None:
         i, j = worker.index, entry.neighbor

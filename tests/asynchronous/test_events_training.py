@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 import train
 from powergossip import tasks
-from powergossip.errors import Interrupted
+from powergossip.errors import BadInput, Interrupted
 from powergossip.events import event_log
 from powergossip.network import processes
 from powergossip.runs import metrics
@@ -274,6 +274,42 @@ def test_training_replays_the_order_of_events(method, tmp_path):
     for step in range(stepwise.total_steps):
         stepwise.execution.train_step(*divmod(step, stepwise.steps_per_epoch))
         assert stepwise.execution.clock.progress >= step + 1, "also within an epoch"
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"n_workers": 3}, "use 4 workers in place of 3"),
+        ({"n_workers": 5}, "use 4 workers in place of 5"),
+        ({"max_steps_per_epoch": 1}, "use 2 steps per epoch in place of 1"),
+        ({"topology": "chain"}, "use the topology of the recorded run"),
+        ({"num_epochs": 2}, "use num_epochs=1 or less"),
+        ({"cut": 3}, "use a complete file: line"),
+        ({"cut": None}, "use a file with events"),
+    ],
+)
+def test_a_replay_fits_the_recorded_run(changes, sentence, tmp_path):
+    values = {**TINY, **METHODS["plain"], "max_steps_per_epoch": 2, "num_epochs": 1}
+    run = built(**values, gossip="asynchronous", record_order=True)
+    run.begin(tmp_path)
+    run.train()
+    file, text = tmp_path / "order.jsonl", (tmp_path / "order.jsonl").read_text()
+    built(**values, scenario={"replay": str(file)})
+    if "cut" in changes:
+        file.write_text(text[: -changes["cut"]] if changes["cut"] else "")
+    changed = {key: value for key, value in changes.items() if key != "cut"}
+    with pytest.raises(ValueError, match=sentence):
+        built(**values | changed, scenario={"replay": str(file)})
+
+
+def test_an_event_that_cannot_happen_is_bad_input(tmp_path):
+    file = tmp_path / "order.jsonl"
+    begun = [event_log.Entry(0.0, "begin", worker, -1, -1) for worker in range(4)]
+    ended = [event_log.Entry(0.0, "epoch", worker, -1, 1) for worker in range(4)]
+    event_log.write(file, [*begun, event_log.Entry(0.0, "apply", 0, 1, 0), *ended])
+    values = {**TINY, **METHODS["plain"], "max_steps_per_epoch": 2, "num_epochs": 1}
+    with pytest.raises(BadInput, match="does not fit this one"):
+        trained(**values, scenario={"replay": str(file)})
 
 
 @pytest.mark.long

@@ -13,13 +13,12 @@ Modules::
 
 from pathlib import Path
 
-from powergossip.events import scenario
-from powergossip.events.event_log import read
+from powergossip.events import event_log, scenario
 from powergossip.events.replay import Replay
 from powergossip.events.virtual_clock import VirtualClock
 from powergossip.events.wall_clock import WallClock
 from powergossip.network.resilient.links import Links
-from powergossip.training.asynchronous.execution import AcrossProcesses, OnVirtualClock
+from powergossip.training.asynchronous.execution import AcrossProcesses, OnVirtualClock, lines_of
 from powergossip.training.asynchronous.workers import EdgeWorkers
 from powergossip.training.execution import Computation
 from powergossip.training.methods import averaging_options
@@ -43,7 +42,9 @@ def make(run: Computation, links: Links | None, joins: bool) -> OnVirtualClock |
     models = [run.parameters.x, run.parameters.buffers]
     virtual: VirtualClock | Replay
     if drawn.replay is not None:
-        entries = read(Path(drawn.replay))
+        path = Path(drawn.replay)
+        entries = event_log.read(path, complete=True)
+        event_log.check(path, entries, lines_of(run), c.num_epochs)
         virtual = Replay(
             entries, run.steps_per_epoch, models, workers.make, workers.compute, counter
         )

@@ -25,6 +25,11 @@ from powergossip.training.position import Moment, Position
 ORDER = "order.jsonl"  # in the folder of a run
 
 
+def lines_of(run: Computation) -> list[event_log.Entry]:
+    """The lines that tell a run from others, in the file of its events."""
+    return event_log.of_run(run.config.n_workers, run.steps_per_epoch, run.network.topology.edges)
+
+
 class OnVirtualClock(Execution):
     """All workers are in this process. A clock lets them live in the order of virtual time.
 
@@ -48,6 +53,7 @@ class OnVirtualClock(Execution):
         if self.run.config.record_order:
             self._file = folder / ORDER
             self._file.unlink(missing_ok=True)
+            event_log.write(self._file, lines_of(self.run))
         return None
 
     def epoch(self, position: Position, signals: Signals) -> Iterator[Moment]:
@@ -141,8 +147,9 @@ class AcrossProcesses(Execution):
             (folder / ORDER).unlink(missing_ok=True)
             own = self.clock.order_file = folder / _order_of(self.links.process)
             own.unlink(missing_ok=True)
-            if self.clock.survives and not self._joins:  # messages carry views
-                event_log.write(own, [event_log.Entry(0.0, "views", -1, -1, -1)])
+            if not self._joins:
+                views = [event_log.Entry(0.0, "views", -1, -1, -1)]  # messages carry them
+                event_log.write(own, lines_of(self.run) + views * self.clock.survives)
         if self.run.config.replaces:
             run = self.run.config.as_dict(), str(folder)
             self._replacements = Replacements(
