@@ -48,9 +48,19 @@ def main(arguments: Sequence[str]) -> None:
             raise BadInput("the format html needs the package plotly; pip install plotly")
         warn("no HTML page, since the package plotly is missing; pip install plotly")
         targets = [(path, form) for path, form in targets if form != "html"]
-    runs = [run for folder in folders(options.runs, warn) for run in read(folder, warn)]
+    runs = []
+    found_folders = folders(options.runs, warn)
+    for folder in found_folders:
+        try:
+            runs += read(folder, warn)
+        except BadInput as error:
+            if len(found_folders) == 1:
+                raise
+            warn(f"{error}; left out")
     if not runs:
-        raise BadInput("none of these runs has rows; give runs that have finished an epoch")
+        raise BadInput(
+            "none of these runs has rows to compare; give runs that have finished an epoch"
+        )
     larger = {None: None, "larger": True, "smaller": False}[options.better]
     found = sections(runs, options.metric, options.split, larger, options.by_seed, warn)
     if options.format == ["markdown"] and not targets:

@@ -215,6 +215,8 @@ def read(folder: Path | str, warn: Warn = lambda text: None) -> list[Run]:
         warn(f"{path} has no rows; left out")
         return []
     config = _mapping(path / "config.yaml", reading.value)
+    if not config:
+        warn(f"{path} has no config.yaml; its keys are unknown")
     info = _mapping(path / "info.json", json.loads)
     if "algorithm" in rows and (rows["name"] == "error").any():
         return _algorithms(str(path), config, info, rows)

@@ -58,6 +58,30 @@ def test_a_run_without_rows_is_left_out_with_a_note(
     assert "62.50" in shown.out
 
 
+@pytest.mark.parametrize("file", ["config.yaml", "info.json"])
+def test_a_damaged_run_is_left_out_with_a_note(
+    file: str, runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (runs / "b" / file).write_text("{")
+    compare.main(["a", "b"])
+    shown = capsys.readouterr()
+    assert f"note: b/{file} is damaged" in shown.err
+    assert "62.50" in shown.out
+    for chosen in (["b"], ["b", "damaged"]):
+        with pytest.raises(BadInput):
+            compare.main(chosen)
+
+
+def test_a_run_without_configuration_is_compared_with_a_note(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (runs / "a" / "config.yaml").unlink()
+    compare.main(["a"])
+    shown = capsys.readouterr()
+    assert "note: a has no config.yaml" in shown.err
+    assert "62.50" in shown.out
+
+
 # --- Files ----------------------------------------------------------------------------------------
 
 
