@@ -137,6 +137,7 @@ OF_DATA: list[Row] = [
     ("task_options.pixel_deviation=[0.0]", "task_options.pixel_deviation="),
     ("data_dir=nowhere", "data_dir=nowhere"),
     ("task=FashionMNIST data_dir=data download=false", "data_dir=data", "train-images-idx3-ubyte"),
+    ("decentralized_data_shuffled_ratio=0.5", "shuffled_ratio=0.5", "use_decentralized_data"),
     ("decentralized_data_shuffled_ratio=2", "decentralized_data_shuffled_ratio=2", "0", "1"),
     *[(f"use_decentralized_data=true decentralized_data_shuffled_ratio={value}",
        "decentralized_data_shuffled_ratio=", " 0 to 1") for value in ("-0.1", "1.1", ".nan")],
@@ -266,6 +267,9 @@ OF_EVENTS: list[Row] = [
         ("late: {fraction: 2}", "scenario.late.fraction"),
         ("loss: {ends: none}", "scenario.loss.ends"),
         ("loss: {to_bad: 0.1}", "scenario.loss"),
+        ("late: {fraction: 0.5}", "scenario.late"),
+        ("late: {seconds: 4}", "scenario.late"),
+        ("loss: {ends: one}", "scenario.loss"),
         ("deaths: [{worker: 1}]", "scenario.deaths"),
         ("joins: [{worker: 1, at: 1}], deaths: [{worker: 1, at: 2}, {worker: 1, at: 3}]",
          "scenario.deaths"),
@@ -288,6 +292,7 @@ OF_EVENTS: list[Row] = [
     ("record_order=true", "record_order=true"),
 ]  # fmt: skip
 IN_ONE: list[Row] = [
+    ("rank=1", "rank=1:", "distributed_init_file"),
     ("distributed_init_file=new", "distributed_init_file=new:", "distributed_backend=gloo"),
     ("on_worker_loss=continue", "on_worker_loss=continue"),
     ("on_worker_loss=replace", "on_worker_loss=replace"),
@@ -402,6 +407,7 @@ OF_PREDICT: list[Row] = [
     ("--rate 1mbit --model VGG", "--model VGG"),
     ("--rate 1mbit --method magic", "--method magic"),
     ("--rate 1mbit --method dpsgd:rank=1", "--method dpsgd:rank=1"),
+    ("--rate 1mbit --method power-gossip:rank=2,rank=3", "--method power-gossip", "rank once"),
     ("--rate 1mbit --topology maze", "--topology maze"),
     ("--rate 1mbit --method power-gossip --topology exponential", "graph"),
     ("--rate 1mbit --wings 2", "--wings"),

@@ -263,6 +263,8 @@ def _late(values: Any) -> Late:
     checks.fraction("scenario.late.fraction", late.fraction)
     checks.between("scenario.late.seconds", late.seconds, 0, 1e9)
     checks.one_of("scenario.late.ends", late.ends, ENDS)
+    if values and not {"fraction", "seconds"} <= set(values):
+        raise BadValue("scenario.late", dict(values), "both fraction and seconds")
     return late
 
 
@@ -277,6 +279,8 @@ def _loss(values: Any) -> Loss:
         value = getattr(loss, key)
         ok = value is None or (checks.is_finite(value) and 0 < value <= 1)
         checks.check(f"scenario.loss.{key}", value, ok, "a number above 0, at most 1")
+    if values and "fraction" not in values:
+        raise BadValue("scenario.loss", dict(values), "fraction with it")
     return loss
 
 

@@ -281,6 +281,7 @@ def _methods(given: Sequence[str]) -> "Mapping[str, PredictedMethod]":
         for pair in filter(None, rest.split(",")):
             key, equals, value = pair.partition("=")
             checks.check("--method", text, bool(equals), "NAME:OPTION=VALUE,OPTION=VALUE")
+            checks.check("--method", text, key not in options, f"{key} once")
             try:
                 options[key] = reading.value(value)
             except reading.Unreadable as error:

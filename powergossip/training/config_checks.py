@@ -102,6 +102,14 @@ def checked(
     file = c.distributed_init_file
     ok = file is None or connects or c.evaluate_only
     checks.check("distributed_init_file", file, ok, "distributed_backend=gloo or nccl with it")
+    for key, needed, ok in (
+        ("rank", "distributed_init_file", file is not None),
+        ("decentralized_data_shuffled_ratio", "use_decentralized_data", c.use_decentralized_data),
+    ):
+        value = getattr(c, key)
+        checks.check(
+            key, value, ok or not value or key not in (explicit or ()), f"{needed} with it"
+        )
     for key in ("adam_beta1", "adam_beta2", "adam_epsilon"):
         ok = c.local_optimizer in ("adamw", "muon") or key not in (explicit or ())
         checks.check(key, getattr(c, key), ok, "local_optimizer=adamw or muon with it")
