@@ -413,9 +413,11 @@ def check_connected(weights: csr_array, subject: str) -> None:
     outside = np.flatnonzero(member != np.bincount(member).argmax())
     workers = ", ".join(map(str, outside[:8])) + (", ..." if len(outside) > 8 else "")
     are = "worker {} is" if len(outside) == 1 else "workers {} are"
+    weak = connected_components(weights, directed=False)[0] == 1
+    kind, edges = ("strongly ", "edges back to") if weak else ("", "edges between")
     raise ValueError(
-        f"{subject} is not connected: of its {count} components, {are.format(workers)} outside "
-        f"the largest; add edges between the components, or remove those workers"
+        f"{subject} is not {kind}connected: of its {count} components, {are.format(workers)} "
+        f"outside the largest; add {edges} the components, or remove those workers"
     )
 
 
