@@ -11,7 +11,7 @@ A row whose last required parameter is called `options` gets all options in one 
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -87,7 +87,13 @@ def check(name: str, given: Mapping[str, Any], known: Mapping[str, Any]) -> None
     for option, value in given.items():
         if option not in known:
             accepted = f"use {', '.join(known)}" if known else "it has none"
+            accepted += colon_hint([option])
             raise ValueError(f"{option}={value}: {name} has no such option; {accepted}")
+
+
+def colon_hint(names: Iterable[str]) -> str:
+    """A hint for names such as `degree:2`, which are keys without a value in YAML."""
+    return " (YAML needs a space after the colon)" if any(":" in name for name in names) else ""
 
 
 class Options(SimpleNamespace):

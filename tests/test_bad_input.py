@@ -128,6 +128,8 @@ OF_VALUES: list[Row] = [
 OF_DATA: list[Row] = [
     ("task=Digit", "task", "Digit", "Digits", "FashionMNIST", "LSTM"),
     ("task_architecture=VGG", "VGG", "CNN", "MLP"),
+    *[(f"'{option}'", "YAML needs a space after the colon") for option in (
+        "task_options={width:3}", "topology_options={degree:2}", "learning_options={rate:1}")],
     ("'task_options={width: 3, depth: 4}'", '"depth", "width"', "normalization"),
     ("task_architecture=CNN task_options.normalization=batch", "ResNet20", "CNN", "normalization:"),
     ("task_options.normalization=batch", "ResNet20", "VGG11", "MLP", "task_options.normalization:"),

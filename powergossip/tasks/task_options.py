@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from powergossip.options import colon_hint
 from powergossip.tasks.user_functions import Named
 
 
@@ -68,6 +69,7 @@ def check(
     if unknown:
         quoted = ", ".join(f'"{key}"' for key in unknown)
         choices = f"choose from {', '.join(names)}" if names else "it has none"
+        choices += colon_hint(unknown)
         raise ValueError(f'task "{task}" has no option {quoted}; {choices}')
     for key, value in options.items():
         if key in known and not known[key].accepts(value):

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from powergossip import checks
-from powergossip.options import are_of_library
+from powergossip.options import are_of_library, colon_hint
 from powergossip.topologies.graph_files import from_file, is_path
 from powergossip.topologies.static import (
     UNDIRECTED,
@@ -112,6 +112,7 @@ def _checked_options(
     unknown = sorted(set(options) - set(known))
     if unknown:
         choices = f"choose from {', '.join(known)}" if known else "it has none"
+        choices += colon_hint(unknown)
         raise ValueError(f'topology "{name}" has no option {_quote(unknown)}; {choices}')
     for key, value in options.items():
         if known[key] == Weights:
