@@ -81,7 +81,7 @@ OF_FOLDERS: list[Row] = [
     ("evaluate_only=true --output-dir data", "data"),
     ("--output-dir run", "run", "--output-dir", "overwrite=true"),
     ("--output-dir file/run", "file/run", "Not a directory"),
-    ("--output-dir file", "file", "exists"),
+    ("--output-dir file", "--output-dir file is a file", "folder"),
     ("--output-dir /proc/self", "/proc/self"),
 ]
 OF_VALUES: list[Row] = [

@@ -101,6 +101,8 @@ class Output:
 
     def _start(self, config: Mapping[str, Any]) -> None:
         folder = self.folder
+        if folder.is_file():
+            raise ValueError(f"--output-dir {folder} is a file; use a folder")
         held = [folder / name for name in _FILES if (folder / name).exists()]
         held.extend(folder.glob("events.out.tfevents.*"))
         held.extend(folder.glob("wandb/*run-*"))
