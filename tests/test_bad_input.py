@@ -362,6 +362,8 @@ OF_GOSSIP_RUN: list[Row] = [
     ("algorithm=[uncompressed,sign_choco] diffusion_rate=auto",
      "algorithm=sign_choco", "diffusion_rate=auto:", "choco.md"),
     ("algorithm=moniqua scenario={}", "algorithm=moniqua"),
+    ("'scenario={late: {fraction: 2}}'", "scenario.late.fraction=2", "0 to 1"),
+    ("'scenario={replay: order.jsonl}'", "scenario.replay=order.jsonl", "train.py"),
     ("hyperparameter_range_min=-1", "hyperparameter_range_min=-1"),
     ("hyperparameter_range_min=2", "hyperparameter_range_min=2", "hyperparameter_range_max=1.308"),
     ("theta_range_min=0", "theta_range_min=0"),

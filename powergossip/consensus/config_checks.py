@@ -72,6 +72,8 @@ def checked(config: DictConfig, processes: Processes) -> Settings:
     checks.one_of("data_type", c.data_type, DATA)
     c.algorithm = _algorithms(c.algorithm)
     scenario.resolve(c, processes.size)
+    replay = scenario.read(c.scenario or {}, c.n_workers, c.seed).replay
+    checks.check("scenario.replay", replay, replay is None, "train.py, which can replay a file")
     _check_num_steps(c.num_steps)
     return c
 
