@@ -305,13 +305,14 @@ def _of_argument(text: str) -> _Assignment:
 def _of_file(config: DictConfig, file: str) -> list[_Assignment]:
     """The assignments of a --config file. Raises BadInput.
 
-    A file with nearly all keys is a saved configuration, not written by hand. So is config.yaml in
-    a folder with the rows of a run.
+    A file with nearly all keys of every run is a saved configuration, not written by hand. So is
+    config.yaml in a folder with the rows of a run. A saved one has options of its method alone.
     """
     path = Path(file)
     content = _read_yaml(f"--config {file}", path)
     beside_rows = path.name == CONFIG_FILE and (path.parent / metrics.FILE).exists()
-    saved = beside_rows or len(config.keys() & content.keys()) > 0.9 * len(config)
+    of_runs = {key for key in config if not str(key).startswith(OPTION)}
+    saved = beside_rows or len(of_runs & content.keys()) > 0.9 * len(of_runs)
     return [
         _Assignment(
             str(key), value, Origin(f"{file}, line {line}", not saved), f"{file}, line {line}: "

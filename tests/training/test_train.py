@@ -586,6 +586,21 @@ def test_main_leaves_a_run_that_can_be_repeated_from_its_config(
     assert (second / "config.yaml").read_text() == (first / "config.yaml").read_text()
 
 
+@pytest.mark.parametrize("method", ["dpsgd", "dgc", "all-reduce"])
+def test_an_edited_copy_of_a_config_can_be_used_again(method: str, tmp_path: Path) -> None:
+    """A copy lies beside no rows, and has options of its method alone."""
+    settings = [f"{key}={text}" for key, text in (TINY | {"optimizer": method}).items()]
+    train.main([*settings, "--output-dir", str(tmp_path / "first")])
+    saved = (tmp_path / "first" / "config.yaml").read_text()
+    edited = re.sub("(?m)^seed: .*", "seed: 7", saved)
+    (tmp_path / "mine.yaml").write_text(edited)
+    (tmp_path / "short.yaml").write_text("learning_rate: 0.02\n")
+    files = ["--config", str(tmp_path / "mine.yaml"), "--config", str(tmp_path / "short.yaml")]
+    train.main([*files, "--output-dir", str(tmp_path / "second")])
+    repeated = (tmp_path / "second" / "config.yaml").read_text()
+    assert repeated == re.sub("(?m)^learning_rate: .*", "learning_rate: 0.02", edited)
+
+
 def test_overwriting_leaves_nothing_of_the_run_before(tmp_path: Path) -> None:
     settings = [f"{key}={text}" for key, text in TINY.items()]
     settings += ["--output-dir", str(tmp_path)]
