@@ -42,7 +42,7 @@ def default_loss(outputs: Any, targets: Any, place: str) -> tuple[str, Metric, d
 
 
 def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """The mean cross entropy [nats], without targets of −100.
+    """The mean cross entropy [nats], without targets of −100. It is 0 if there are no others.
 
     Args:
         outputs: Scores `[*, label]`.
@@ -52,17 +52,18 @@ def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
     """
     scores, labels = outputs.flatten(0, -2), targets.flatten().long()
     try:
-        return functional.cross_entropy(scores, labels, ignore_index=IGNORED_TARGET)
+        mean = functional.cross_entropy(scores, labels, ignore_index=IGNORED_TARGET)
     except IndexError as error:
         n = scores.shape[-1]
         raise BadInput(
             f"{str(error).rstrip('.')}: use labels from 0 to {n - 1}, as the model has {n} "
             "outputs, or give a loss to Datasets"
         ) from error
+    return torch.where((labels != IGNORED_TARGET).any(), mean, 0)
 
 
 def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """The fraction of targets with the highest output, without targets of −100.
+    """The fraction of targets with the highest output, without targets of −100. 0 without others.
 
     Args:
         outputs: Scores `[*, label]`.
@@ -70,7 +71,7 @@ def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
     """
     counted = targets != IGNORED_TARGET
     correct = (outputs.argmax(-1) == targets) & counted
-    return correct.sum() / counted.sum()
+    return correct.sum() / counted.sum().clamp(min=1)
 
 
 def mean_squared_error(outputs: Tensor, targets: Tensor) -> Tensor:

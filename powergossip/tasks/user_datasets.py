@@ -376,7 +376,7 @@ class DatasetTask:
                 weight = self._weight(targets, samples) if first < last else 0.0
                 _, means = self._measured(outputs, targets)
                 for name, mean in means.items():
-                    # Not mean · 0, which is NaN where all targets are ignored.
+                    # Not mean · 0: a metric of the user may be NaN where all targets are ignored.
                     value = mean.double() * weight if weight else torch.zeros_like(mean).double()
                     sums[name] = sums[name] + value if name in sums else value
                 count += weight

@@ -29,7 +29,7 @@ from powergossip.network import Processes
 from powergossip.randomness import generator
 from powergossip.runs import metrics
 from powergossip.runs.checkpoints import Checkpoints
-from powergossip.tasks import Datasets, DatasetTask, user_functions
+from powergossip.tasks import Datasets, DatasetTask, losses, user_functions
 from powergossip.tasks.loading import Loader, Request, SampleSource
 from powergossip.tasks.shards import Shards, by_group
 from powergossip.tasks.user_functions import UserCodeError
@@ -420,6 +420,18 @@ def test_labels_without_an_output_are_rejected_wherever_they_stand(target: int) 
         BadInput, match=f"Target {target} is out of bounds: use labels from 0 to 6, as"
     ):
         measured(data, scores, targets)
+
+
+def test_a_batch_of_ignored_targets_has_no_loss_and_no_gradient() -> None:
+    scores, targets = torch.randn(6, 2, 3, requires_grad=True), torch.full((6, 2), -100)
+    loss = losses.cross_entropy(scores, targets)
+    loss.backward()
+    assert scores.grad is not None
+    assert (loss.item(), scores.grad.abs().max().item()) == (0, 0)
+    assert losses.accuracy(scores, targets) == 0
+    targets[0, 0] = 1
+    of_torch = nn.functional.cross_entropy(scores[0, :1], targets[0, :1])
+    assert losses.cross_entropy(scores, targets) == of_torch
 
 
 def test_ignored_targets_do_not_count_in_an_evaluation() -> None:
