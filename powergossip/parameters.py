@@ -210,8 +210,9 @@ def complement(spans: Iterable[tuple[int, int]], size: int) -> list[slice]:
 
 
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of a model that require a gradient, by name."""
-    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+    """The parameters of a model that require a gradient and have elements, by name."""
+    named = model.named_parameters()
+    return {name: p for name, p in named if p.requires_grad and (is_lazy(p) or p.numel())}
 
 
 def check_parameters(
@@ -270,7 +271,8 @@ class Parameters:
 
     The models, one per worker and all of one architecture, are changed to use this memory. Clear
     their gradients by `grad.zero_()`, not by setting them to None. Frozen parameters, those with
-    requires_grad=False, stay as they are and have no part in x: models must start with equal ones.
+    requires_grad=False, and parameters without elements stay as they are and have no part in x:
+    models must start with equal ones.
 
     Attributes:
         x: Memory [worker, D] of the models' parameters, which are views of it. It has their dtype.
@@ -288,7 +290,7 @@ class Parameters:
         self.names = list(trained(first))
         if not self.names:
             raise ValueError(
-                "no parameter of the model has requires_grad=True; use a model with one"
+                "no parameter of the model has elements and requires_grad=True; use one that does"
             )
         dtype = self._dtype(first)
         exempt = {

@@ -442,7 +442,7 @@ class _NoOpForward(nn.Module):
 
     def __init__(self, model: nn.Module):
         super().__init__()
-        self.model = model
+        self.trained = nn.ParameterList(trained(model).values())
 
     def forward(self) -> None:
         return None

@@ -213,7 +213,7 @@ def hidden_matrices(model: nn.Module) -> list[str]:
     Raises:
         ValueError: For a name that is none of a trained matrix, and if there are none.
     """
-    matrices = [name for name, p in trained(model).items() if p.ndim >= 2 and p.numel()]
+    matrices = [name for name, p in trained(model).items() if p.ndim >= 2]
     method = getattr(model, "hidden_matrices", None)
     found = list(_by_default(model) if method is None else method())
     for name in found:

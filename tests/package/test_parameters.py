@@ -143,6 +143,17 @@ def test_gradients_arrive_in_the_flat_memory_and_add_up() -> None:
             torch.testing.assert_close(ours, times * theirs.grad)
 
 
+def test_a_parameter_without_elements_stays_as_it_is() -> None:
+    """As a frozen one: no method has to compress it."""
+    model = nn.Linear(2, 2)
+    empty = model.empty = nn.Parameter(torch.zeros(0, 3))
+    parameters = Parameters([model])
+    assert parameters.names == ["weight", "bias"]
+    assert model.empty is empty
+    with pytest.raises(ValueError, match="has elements and requires_grad"):
+        Parameters([nn.ParameterList([empty])])
+
+
 def test_running_statistics_lie_in_the_buffers() -> None:
     model = small_model()
     parameters = Parameters([model])
