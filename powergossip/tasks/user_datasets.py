@@ -328,6 +328,8 @@ class DatasetTask:
         if of_batch is None:
             name, of_batch, own = default_loss(outputs, targets, self._place)
             metrics = own if metrics is None else metrics
+        if metrics and name in metrics:
+            raise BadInput(f'{self._place}: a metric is called "{name}", as the loss; rename it')
         loss = of_batch(outputs, targets)
         if not isinstance(loss, Tensor) or loss.ndim or not loss.is_floating_point():
             raise BadInput(f"{self._place}: the loss is {_described(loss)}; use a scalar tensor")

@@ -20,6 +20,16 @@ from powergossip.tasks.user_functions import users_code
 from powergossip.training.config import Settings
 from powergossip.training.precision import autocast
 
+# Names of rows of all runs, and of the number of samples in the sums of an evaluation.
+TAKEN = {
+    "consensus_distance",
+    "count",
+    "phase_seconds",
+    "spectrum",
+    "uncompressed_gossip_bits",
+    "workers",
+}
+
 
 def check_sizes(sizes: Sequence[tuple[int, Mapping[Any, Any]]], task: str) -> None:
     """Raise BadInput unless all processes have equally many steps and samples.
@@ -44,7 +54,7 @@ def check_first_batch(
     The precision is that of the run. The model is a new one, and is discarded.
 
     Raises ValueError unless the loss is a finite scalar with a gradient, all metrics are finite
-    numbers, and the main metric is one of them. Returns the main metric.
+    numbers with names of their own, and the main metric is one of them. Returns the main metric.
     """
     name = f"task={config.task}"
     model = task.model(config.architecture, config.seed)
@@ -79,6 +89,9 @@ def check_first_batch(
         with users_code(f"the derived metrics of {name}"):
             derived = task.derived(means)
         _check_types(derived, f"{name}, {split} data")
+        replaced = {key for key in means.keys() & derived if means[key] != derived[key]}
+        for key in sorted(replaced | TAKEN & {*metrics, *means, *derived}):
+            raise ValueError(f'{name}: a metric is called "{key}", as another row; rename it')
         names[split] = [*means, *derived]
     return main_metric(task, names["test"])
 

@@ -618,6 +618,10 @@ def other(): return made(loss=lambda y, t: t.mean().requires_grad_())
 def per_sample(): return made(metrics={"m": lambda y, t: (y[:, 0] - t)})
 def text(): return made(metrics={"m": lambda y, t: "good"})
 def not_finite(): return made(metrics={"m": lambda y, t: float("nan")})
+def as_loss(): return made(metrics={"mse": lambda y, t: 3.0})
+def as_row(): return made(metrics={"consensus_distance": lambda y, t: 3.0})
+def as_count(): return made(metrics={"count": lambda y, t: 3.0})
+def as_metric(): return made(derived=lambda means: {"mse": means["mse"] ** 0.5})
 def not_there(): return made(main_metric="auc", larger_is_better=True)
 def wide(): return Datasets(*regression(), model=lambda: nn.Linear(4, 3))
 def label(): return Datasets([(torch.zeros(4), 3)] * 96, [(torch.zeros(4), 3)] * 9, model=net3)
@@ -645,6 +649,10 @@ def frozen(): return Datasets(*regression(), model=lambda: net().requires_grad_(
         ("per_sample", ["the metric m", "[8]", "mean"]),
         ("text", ["the metric m", "str"]),
         ("not_finite", ["m is nan", "finite"]),
+        ("as_loss", ['a metric is called "mse", as the loss']),
+        ("as_row", ['a metric is called "consensus_distance", as another row']),
+        ("as_count", ['a metric is called "count", as another row']),
+        ("as_metric", ['a metric is called "mse", as another row']),
         ("not_there", ["main_metric=auc", "mse"]),
         ("wide", ["[8, 3]", "[8]", "loss"]),
         ("label", ["Target 3 is out of bounds: use labels from 0 to 2", "3 outputs"]),
