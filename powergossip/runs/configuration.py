@@ -157,7 +157,9 @@ def _without_numpy(value: Any) -> Any:
 @contextmanager
 def _errors_of_assignment(config: DictConfig, key: Any, value: Any) -> Iterator[None]:
     try:
-        yield
+        with warnings.catch_warnings():  # "2" for 2 and a path for a text are accepted
+            warnings.filterwarnings("ignore", message="Implicit conversion from ")
+            yield
     except OmegaConfBaseException as error:
         text = f"{key}={_yaml_value(value)}: {error}".splitlines()[0]
         try:

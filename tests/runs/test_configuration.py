@@ -2,6 +2,7 @@
 
 import re
 import tempfile
+import warnings
 from collections.abc import Callable
 from copy import copy, deepcopy
 from dataclasses import dataclass, field
@@ -359,6 +360,14 @@ def test_a_driver_may_set_values_of_numpy(value: Any, monkeypatch: pytest.Monkey
     assert train.config.spectrum_logging_worker_pairs == [[4, 4]]
     with pytest.raises(BadInput, match="n_workers"):
         train.config["n_workers"] = np.float64(2.5)
+
+
+def test_a_driver_may_set_a_text_for_a_number_and_a_path_for_a_text() -> None:
+    config = configuration.structured(train.Config)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        config["n_workers"], config.overwrite, config["topology"] = "2", "yes", Path("a.txt")
+    assert (config.n_workers, config.overwrite, config.topology) == (2, True, "a.txt")
 
 
 @pytest.mark.parametrize("copied", [deepcopy, copy, lambda config: config.copy()])
