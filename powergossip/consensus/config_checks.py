@@ -15,7 +15,7 @@ from powergossip.consensus.methods import ALGORITHMS, ConsensusMethod
 from powergossip.events import scenario
 from powergossip.network import Processes
 from powergossip.network import hosted_workers as hosted
-from powergossip.runs.output import plain
+from powergossip.runs.configuration import plain
 from powergossip.topologies import Topology
 
 Setting = dict[str, float]  # option → value, a point of an algorithm's grid

@@ -107,7 +107,7 @@ def read_command_line(
             YAML or has a key twice, or a suffix that cannot be part of a name. `config` then stays
             as it is.
     """
-    options = _parse(config, arguments, description, notes)
+    options = _parse(config, [*map(str, arguments)], description, notes)
     assignments = [
         *(a for file in _config_files(options.config) for a in _of_file(config, file)),
         *map(_of_argument, options.assignments),
@@ -188,9 +188,19 @@ def of_driver(config: Any, kind: type[Any]) -> DictConfig:
     if not isinstance(config, Mapping):
         raise BadInput(f"config={config!r}: use a mapping from keys to values")
     found = structured(kind)
-    for key, value in config.items():
+    values: Any = OmegaConf.to_container(config) if isinstance(config, DictConfig) else config
+    for key, value in values.items():
         found[key] = value
     return found
+
+
+def plain(config: DictConfig) -> dict[str, Any]:
+    """Return the plain values by key, with resolved references. Raises BadInput for a bad one."""
+    try:
+        values: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:  # a reference such as ${seed} to an unknown key
+        raise BadInput(str(error).replace("\n    full_key", ", key").splitlines()[0]) from error
+    return dict(values)
 
 
 @dataclass(frozen=True)
@@ -234,6 +244,11 @@ def request(
             found = read_command_line(asked, list(arguments), description, notes)
             folder = found.output_dir or folder
             explicit = [key for key, source in found.given.items() if source.explicit]
+        try:
+            plain(asked)
+        except BadInput:
+            asked = structured(kind)  # without values that cannot be read
+            raise
     except (ValueError, OSError) as error:
         if not launcher.has_started_this() and not exits.are_several():
             raise

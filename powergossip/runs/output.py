@@ -22,8 +22,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import OmegaConf
 
 from powergossip.checks import BadValue
 from powergossip.errors import CannotWrite
@@ -38,15 +37,6 @@ TRACKERS = "trackers"  # in info.json: the identity of the run in each tracker
 # Keys of a command, not of the run: config.yaml has their defaults, so that it repeats the run.
 _OF_COMMAND = ("allow_lost_rows", "overwrite", "resume")
 _FILES = (metrics.FILE, CONFIG_FILE, INFO_FILE, FIGURE, SAMPLE)
-
-
-def plain(config: DictConfig) -> dict[str, Any]:
-    """Return the plain values by key, with resolved references. Raises ValueError for a bad one."""
-    try:
-        values: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
-    except OmegaConfBaseException as error:  # a reference such as ${seed} to an unknown key
-        raise ValueError(str(error).replace("\n    full_key", ", key").splitlines()[0]) from error
-    return dict(values)
 
 
 class Output:

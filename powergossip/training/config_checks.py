@@ -21,7 +21,7 @@ from powergossip.network import BACKENDS, Processes
 from powergossip.network import hosted_workers as hosted
 from powergossip.network.resilient import spawning
 from powergossip.runs import trackers
-from powergossip.runs.output import plain
+from powergossip.runs.configuration import plain
 from powergossip.training import muon
 from powergossip.training.config import Settings
 from powergossip.training.local_optimizers import LOCAL_OPTIMIZERS

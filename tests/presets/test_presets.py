@@ -16,7 +16,7 @@ from powergossip.consensus.config_checks import num_steps
 from powergossip.consensus.sweep import Sweep
 from powergossip.network import Processes
 from powergossip.runs import configuration, metrics
-from powergossip.runs.output import plain
+from powergossip.runs.configuration import plain
 from powergossip.tasks import language_models
 from powergossip.training import schedule
 from powergossip.training.config_checks import checked

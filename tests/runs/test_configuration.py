@@ -20,7 +20,8 @@ import train
 from powergossip import tasks
 from powergossip.errors import BadInput
 from powergossip.runs import configuration, output
-from powergossip.runs.output import Output, plain
+from powergossip.runs.configuration import plain
+from powergossip.runs.output import Output
 from powergossip.training import recorder, schedule
 from powergossip.training.config import Settings
 from tests.harness import launch
@@ -133,6 +134,14 @@ def test_arguments_of_a_run_are_not_those_of_the_next(
     assert default != 7
 
 
+def test_arguments_may_be_paths_and_numbers_are_no_assignments(tmp_path: Path) -> None:
+    config = OmegaConf.structured(train.Config)
+    arguments: Any = ["--output-dir", tmp_path]
+    assert configuration.read_command_line(config, arguments, "").output_dir == str(tmp_path)
+    with pytest.raises(BadInput, match='"7" is not an assignment'):
+        configuration.read_command_line(config, [7], "")  # type: ignore[list-item]
+
+
 def test_the_output_folder_is_returned() -> None:
     def folder_of(*arguments: str) -> str | None:
         config = OmegaConf.structured(train.Config)
@@ -176,6 +185,12 @@ def test_a_mapping_in_place_of_the_configuration_has_its_keys(
         (OmegaConf.create({"n_workers": 3}), "n_workers is 3"),
         ({"n_workers": "three"}, "n_workers=three"),
         ({"n_workrs": 3}, "n_workers"),
+        (OmegaConf.create({"n_workers": "${seed}", "seed": 5}), "n_workers is 5"),
+        (
+            OmegaConf.create({"n_workers": "${foo}"}),
+            "Interpolation key 'foo' not found, key: n_workers$",
+        ),
+        (OmegaConf.create({"n_workers": "???"}), "n_workers"),
         ([], "config="),
     ):
         monkeypatch.setattr(program, "config", mapping)
