@@ -114,7 +114,8 @@ def main(arguments: list[str] | None = None) -> Path:
     """
     global _output
     description = (__doc__ or "").split("\n\n")[0]
-    request = configuration.request(config, Config, arguments, output_dir, description)
+    given = {"log_metric": log_metric, "log_info": log_info, "log_runtime": log_runtime}
+    request = configuration.request(config, Config, arguments, output_dir, description, hooks=given)
 
     from powergossip.consensus.sweep import Sweep
     from powergossip.network import processes

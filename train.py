@@ -90,7 +90,10 @@ def main(arguments: list[str] | None = None) -> Path:
     """
     description = (__doc__ or "").split("\n\n")[0]
     notes = f"defaults of each task:\n{TASK_DEFAULTS.rstrip()}"
-    request = configuration.request(config, Config, arguments, output_dir, description, notes)
+    given = {"log_metric": log_metric, "log_info": log_info, "log_runtime": log_runtime}
+    request = configuration.request(
+        config, Config, arguments, output_dir, description, notes, given
+    )
 
     from powergossip.network import torch_kept
     from powergossip.training import recorder

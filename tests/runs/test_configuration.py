@@ -198,6 +198,15 @@ def test_a_mapping_in_place_of_the_configuration_has_its_keys(
             program.main()
 
 
+@pytest.mark.parametrize("program", [train, gossip_run])
+def test_a_hook_is_a_function(program: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise nothing is overwritten."""
+    monkeypatch.setattr(recorder if program is train else output, "Output", pytest.fail)
+    monkeypatch.setattr(program, "log_info", None)
+    with pytest.raises(BadInput, match="log_info=None: use a function"):
+        program.main(["n_workers=2", "overwrite=true"])
+
+
 # Which keys were given, and where.
 
 
