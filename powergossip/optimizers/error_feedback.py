@@ -16,6 +16,7 @@ that momentum to the weight decay. The algorithm is algorithms.error_feedback.
 
 from typing import Any
 
+from powergossip import checks
 from powergossip.algorithms.error_feedback import ErrorFeedback as Aggregation
 from powergossip.algorithms.error_feedback import ErrorFeedbackConfig
 from powergossip.compressors import Compressor
@@ -51,6 +52,8 @@ class ErrorFeedback(Aggregated):
         process_group: Any = None,
         mesh: Any = None,
     ):
+        accepted = f'an object, such as compressors.make("{compressor}")'
+        checks.check("compressor", compressor, not isinstance(compressor, str), accepted)
         self.config = given = config or ErrorFeedbackConfig()
         super().__init__(
             params,

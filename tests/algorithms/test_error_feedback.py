@@ -351,6 +351,12 @@ def test_five_lines_in_a_loop(before: float) -> None:
     assert feedback.bits < 0.7 * pairs[0][1].bits or who.size == 1
 
 
+def test_a_name_is_no_compressor() -> None:
+    name: Any = "top-k"
+    with pytest.raises(ValueError, match=r'^compressor=top-k: use .* compressors.make\("top-k"\)$'):
+        loop.ErrorFeedback(model(1).parameters(), name)
+
+
 def test_each_parameter_has_the_rate_of_its_group() -> None:
     """SGD with two groups, whose rates change differently, is followed in units of the update."""
     net = model(1)
