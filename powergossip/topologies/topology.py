@@ -414,10 +414,12 @@ def check_connected(weights: csr_array, subject: str) -> None:
     workers = ", ".join(map(str, outside[:8])) + (", ..." if len(outside) > 8 else "")
     are = "worker {} is" if len(outside) == 1 else "workers {} are"
     weak = connected_components(weights, directed=False)[0] == 1
-    kind, edges = ("strongly ", "edges back to") if weak else ("", "edges between")
+    kind, where = (
+        ("strongly ", "in the other direction") if weak else ("", "between the components")
+    )
     raise ValueError(
         f"{subject} is not {kind}connected: of its {count} components, {are.format(workers)} "
-        f"outside the largest; add {edges} the components, or remove those workers"
+        f"outside the largest; add edges {where}, or remove those workers"
     )
 
 

@@ -397,5 +397,5 @@ def test_directed_is_true_or_false(tmp_path: Path, value: object) -> None:
 
 
 def test_a_directed_file_must_lead_everywhere(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="not connected"):
+    with pytest.raises(ValueError, match="not strongly connected"):
         from_file(tmp_path, [(0, 1), (1, 2)], 3)

@@ -681,7 +681,9 @@ def test_contraction_over_a_period_is_per_round() -> None:
 
 def test_a_directed_graph_must_lead_everywhere() -> None:
     rows = [[0, 0, 0], [0.5, 0, 0], [0, 0.5, 0]]
-    with pytest.raises(ValueError, match=r'"one way" is not strongly connected: .* edges back to'):
+    with pytest.raises(
+        ValueError, match=r'"one way" is not strongly connected: .* edges in the other direction'
+    ):
         Topology("one way", (Round(csr_array(np.array(rows))),), row_stochastic=True)
 
 
