@@ -80,8 +80,9 @@ def check(path: Path, entries: Sequence[Entry], run: Sequence[Entry], num_epochs
     if not any(entry.worker >= 0 and entry.kind not in OF_RUN for entry in entries):
         raise BadValue("replay", path, "a file with events, of record_order=true")
     recorded = {entry.kind: entry.counter for entry in entries if entry.kind in OF_RUN}
-    recorded.setdefault("workers", 1 + max(entry.worker for entry in entries))
     given = {entry.kind: entry.counter for entry in run}
+    last = max(entry.worker for entry in entries)  # others may have joined later, without events
+    recorded.setdefault("workers", max(given["workers"], last + 1))
     for kind, text in (("workers", "{} workers"), ("steps", "{} steps per epoch")):
         if recorded.get(kind, given[kind]) != given[kind]:
             accepted = f"{text.format(recorded[kind])} in place of {given[kind]}, as recorded"
