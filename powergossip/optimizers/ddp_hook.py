@@ -50,8 +50,8 @@ class GossipState(Traffic):
     is finished by the module's next forward pass. A backward pass within `no_sync()` does not
     gossip: to accumulate gradients, put all but the last one there, as for DDP without a hook.
 
-    Construction moves float32 parameters into one buffer, of which they become views, and gives
-    all processes the values of process 0, as DDP does. Create it after the module. Construction,
+    Construction moves float32 parameters into one buffer, and gives all processes the values of
+    process 0, as DDP does. Create it after the module. Construction,
     backward passes with synchronization and `mean_model` are collective.
 
     Cost on the wire: the messages of the averaging algorithm. DDP itself sends parameters and

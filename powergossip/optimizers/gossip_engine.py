@@ -67,14 +67,14 @@ class _Part:
         size, dtype = self.layout.size, working_dtype(parameters)
         self.x = memory(parameters[0]).new_empty(1, size, dtype=dtype)
         self._views = self.layout.tensors(self.x[0])
-        # Parameters that are views of x, and their addresses. The others, whose values are copied.
-        self._moved: list[tuple[Tensor, int]] = []
+        # Parameters in the memory of x, their views of x, and addresses. The others are copied.
+        self._moved: list[tuple[Tensor, Tensor, int]] = []
         self._copied = [*zip(parameters, self._views, strict=True)]
         self.rule = make_rule(parameters, self.layout, self.x)
 
     def allocate(self, move: bool) -> None:
-        """Give x its values. `move`: parameters become views of it, if they have its dtype, are
-        whole in this process, and are aligned."""
+        """Give x its values. `move`: parameters are moved into its memory, if they have its dtype,
+        are whole in this process, and are aligned."""
         self.load()
         if (
             move
@@ -86,17 +86,17 @@ class _Part:
                 if is_misaligned(view):
                     self._copied.append((parameter, view))
                 else:
-                    parameter.data = view
-                    self._moved.append((parameter, view.data_ptr()))
+                    parameter.data = _with_own_storage(view)
+                    self._moved.append((parameter, view, view.data_ptr()))
 
     def load(self) -> None:
-        """x ← the parameters that are no views of it."""
+        """x ← the parameters that are not in its memory."""
         with torch.no_grad():
             for parameter, view in self._copied:
                 view.copy_(block(parameter))
 
     def store(self) -> None:
-        """The parameters that are no views of x ← x, rounded to their dtype."""
+        """The parameters that are not in the memory of x ← x, rounded to their dtype."""
         with torch.no_grad():
             for parameter, view in self._copied:
                 write(view, parameter)
@@ -124,8 +124,9 @@ class _Part:
             self.load()
         self.rule.before_update()
 
-    def after_update(self) -> None:
+    def after_update(self, owner: str) -> None:
         """Change x by the local update, as the learning rule has it."""
+        self.reclaim(owner)
         if self.rule.reads_updates:
             self.load()
         self.rule.after_update()
@@ -138,16 +139,31 @@ class _Part:
         if self.rule.reads_updates:
             self.store()
 
-    def check_memory(self, owner: str) -> None:
-        """Raise RuntimeError if a parameter is no longer a view of x."""
-        for parameter, address in self._moved:
-            if parameter.data_ptr() != address:
+    def reclaim(self, owner: str) -> None:
+        """Move parameters back into the memory of x, with the values that were assigned to .data.
+
+        Raises RuntimeError for a parameter of another device, dtype or shape, or in shared memory.
+        """
+        for parameter, view, address in self._moved:
+            if parameter.data_ptr() == address:
+                continue
+            found, known = ((p.device, p.dtype, p.shape, p.is_shared()) for p in (parameter, view))
+            if found != known:
                 raise RuntimeError(
                     f"a parameter of shape {tuple(parameter.shape)} has other memory than when "
-                    f"{owner} was created: create it after moving the model (to, cuda, "
-                    "double, load_state_dict with assign=True, accelerate's prepare), and change "
-                    "values in place"
+                    f"{owner} was created: create it after moving the model (to, cuda, double, "
+                    "share_memory, accelerate's prepare)"
                 )
+            view.copy_(parameter.detach())
+            parameter.data = _with_own_storage(view)
+
+
+def _with_own_storage(view: Tensor) -> Tensor:
+    """A tensor in the memory of a view, but with its own storage.
+
+    Programs that save, load or share tensors take those of one storage for one tensor.
+    """
+    return torch.from_dlpack(view.view(-1)).view(view.shape)
 
 
 class Averaged(Traffic):
@@ -217,9 +233,9 @@ class Averaged(Traffic):
         Args:
             first: Index of the first of them in the optimizer.
             steps: Number of steps taken by now.
-            move: Give all workers the values of process 0, also of frozen parameters, and make
-                those that are not in half precision views of x. Otherwise, parameters stay as they
-                are, and frozen ones are left out.
+            move: Give all workers the values of process 0, also of frozen parameters, and move
+                those that are not in half precision into the memory of x. Otherwise, parameters
+                stay as they are, and frozen ones are left out.
 
         Raises:
             ValueError: In all processes. Everything is left unchanged then.
@@ -270,9 +286,12 @@ class Averaged(Traffic):
                 )
 
     def check(self) -> None:
-        """Raise RuntimeError for a parameter that was moved, or was frozen and is trained now."""
+        """Raise RuntimeError for a parameter that was moved, or was frozen and is trained now.
+
+        Values that were assigned to .data are taken over.
+        """
         for part in self._active:
-            part.check_memory(self.owner)
+            part.reclaim(self.owner)
         for parameter in self.frozen:
             if parameter.requires_grad:
                 raise RuntimeError(
@@ -342,7 +361,7 @@ class Averaged(Traffic):
     def after_update(self) -> None:
         """Change x by the local update, as the learning rules have it."""
         for part in self._active:
-            part.after_update()
+            part.after_update(self.owner)
 
     def move(self) -> None:
         """Send the messages of the learning rules after the local update, and end the step."""
@@ -363,7 +382,7 @@ class Averaged(Traffic):
         Each worker's own parameters are restored at the end.
         """
         for part in self._active:
-            part.check_memory(self.owner)
+            part.reclaim(self.owner)
             part.load()
         own = [part.x.clone() for part in self._active]
         for part in self._active:
@@ -379,6 +398,7 @@ class Averaged(Traffic):
             if self.sharding is not None:
                 reshard_modules()
             for part, x in zip(self._active, own, strict=True):
+                part.reclaim(self.owner)
                 part.x.copy_(x)
                 part.store()
 

@@ -151,10 +151,12 @@ def test_parameters_without_gradients_are_averaged_only() -> None:
 
 @pytest.mark.parallel([4])
 def test_training_starts_from_the_values_of_process_0() -> None:
-    """The parameters become views of one buffer."""
+    """The parameters become adjacent in memory."""
     model, optimizer = wrapped(OPTIMIZERS["sgd"], "dpsgd", start=processes().rank)
     assert torch.equal(everywhere(model), numbers(mlp(0)).expand(N, -1))
-    assert len({p.untyped_storage().data_ptr() for p in model.parameters()}) == 1
+    first = min(p.data_ptr() for p in model.parameters())
+    end = max(p.data_ptr() + p.nbytes for p in model.parameters())
+    assert end - first == sum(p.nbytes for p in model.parameters())
     assert optimizer.n_workers == N
 
 
@@ -558,11 +560,40 @@ def test_a_model_that_was_moved_is_noticed() -> None:
     run(copy.deepcopy(model), optimizer, range(1))
     model.load_state_dict(mlp(1).state_dict())
     run(model, optimizer, range(1))
-    model[2].weight.data = model[2].weight.data.clone()
+    model[2].weight.data = model[2].weight.data.double()
     with pytest.raises(RuntimeError, match=r"shape \(4, 5\).*after moving the model"):
         optimizer.step()
     with pytest.raises(RuntimeError, match="after moving the model"), optimizer.mean_model():
         pass
+
+
+@pytest.mark.parallel([4])
+@pytest.mark.parametrize("overlapping", [False, True])
+def test_values_assigned_to_data_are_as_those_written_in_place(overlapping: bool) -> None:
+    """By the wrapped optimizer, between steps, and in the mean model, which forgets them."""
+
+    def assign(parameter: nn.Parameter, values: Tensor) -> None:
+        parameter.data = values
+
+    def write(parameter: nn.Parameter, values: Tensor) -> None:
+        parameter.data.copy_(values)
+
+    found = []
+    for change in (assign, write):
+        model, optimizer = wrapped(OPTIMIZERS["sgd"], "power-gossip", overlapping=overlapping)
+
+        def shrink(*_: Any, model: nn.Module = model, change: Any = change) -> None:
+            for parameter in model.parameters():
+                change(parameter, 0.9 * parameter.data)
+
+        optimizer.wrapped.register_step_post_hook(shrink)
+        for t in range(3):
+            run(model, optimizer, range(t, t + 1))
+            shrink()
+            with optimizer.mean_model():
+                shrink()
+        found.append(everywhere(model))
+    assert torch.equal(*found)
 
 
 # Frozen parameters.
