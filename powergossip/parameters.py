@@ -62,11 +62,9 @@ class Layout:
 
     Attributes:
         shards: The processes over which each tensor is divided, see ShardedLayout.
-        of_shard: Whether the tensors are blocks of larger ones.
     """
 
     shards: "Shards | None" = None
-    of_shard = False
 
     def __init__(self, shapes: Iterable[Sequence[int]], decayed: Sequence[bool] | None = None):
         self.shapes = [tuple(shape) for shape in shapes]

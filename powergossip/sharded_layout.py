@@ -26,7 +26,6 @@ class ShardedLayout(Layout):
     """
 
     shards: Shards
-    of_shard = True
 
     def __init__(self, whole: Layout, shards: Shards):
         self._whole, self.shards = whole, shards
@@ -108,8 +107,6 @@ class BlockLayout(Layout):
 
     Norms of all elements of a worker are still those of the replica.
     """
-
-    of_shard = True
 
     def __init__(self, sharded: ShardedLayout):
         super().__init__(sharded.shapes)

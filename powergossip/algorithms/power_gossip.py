@@ -99,7 +99,7 @@ class PowerGossip:
         self._warm_start = warm_start
         self._round_weights = round_weights
 
-        self._stacks, self._of_shard = layout.compressible(rank), layout.of_shard
+        self._stacks = layout.compressible(rank)
         whole = layout.whole.compressible(rank)
         self._lengths = (  # of the directions of both sides
             rank * sum(stack.layers * stack.rows for stack in whole),
@@ -191,8 +191,8 @@ class PowerGossip:
 
     def state_dict(self) -> dict[str, Any]:
         """Under `matrices`, for each round of the topology: the number of iterations, and
-        `directions` [worker, neighbor, ...], the next p before orthonormalization. Those of shards
-        end with zeros, so that their shape does not depend on the iteration.
+        `directions` [worker, neighbor, ...], the next p before orthonormalization. They end with
+        zeros, so that their shape does not depend on the iteration.
 
         `rest` is the state of plain gossip, which is empty.
         """
@@ -213,12 +213,10 @@ class PowerGossip:
         self._iterations = list(matrices["iterations"])
         for t, directions in enumerate(matrices["directions"]):
             side = self._iterations[t] % 2
-            if self._of_shard and directions.shape[-1] == max(self._lengths):
+            if directions.shape[-1] == max(self._lengths):
                 directions = directions[..., : self._lengths[side]]
             self._sides[t][side].unpack(directions)
 
     def _padded(self, directions: Tensor) -> Tensor:
-        if not self._of_shard:
-            return directions
         missing = max(self._lengths) - directions.shape[-1]
         return torch.nn.functional.pad(directions, (0, missing))

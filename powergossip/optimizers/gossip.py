@@ -296,6 +296,8 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
             raise RuntimeError("step() inside mean_model() would be lost; leave it first")
         if self._steps == 0 and self._of_all:
             check_own_gradients(self.param_groups, self.n_workers)
+        if self._only_allocates():
+            return self.wrapped.step()
         self._averaged.check()
         for rule in self._averaged.rules:
             rule.check()
@@ -306,6 +308,14 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
             self._corrected = False
         self._steps += 1
         return loss
+
+    def _only_allocates(self) -> bool:
+        """Whether torch.distributed.checkpoint makes this step, to get or set a state: the first
+        one, with learning rates of 0 and all gradients 0. It is no step of gossip."""
+        if self.wrapped.state or any(group.get("lr", 1) for group in self.param_groups):
+            return False
+        gradients = [p.grad for g in self.param_groups for p in g["params"] if p.requires_grad]
+        return all(g is not None and not memory(g).any() for g in gradients)
 
     def correct_(self) -> None:
         """Add the learning rule's corrections to the gradients, before a clipping of one's own.
@@ -471,7 +481,8 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
     # State.
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the wrapped optimizer and, as "gossip", that of the averaging algorithm.
+        """The state of the wrapped optimizer and, as "gossip" of its first parameter group, which
+        checkpointers keep, that of the averaging algorithm.
 
         It is this worker's. Every process saves its own, and that of its model. With mesh=, all
         shards of a replica make this call together. All tensors are DTensors, or equal in all
@@ -486,7 +497,8 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
         sharded = self._averaged.sharding is not None
         fresh = sharded and self._steps == 0 and not self.wrapped.state
         local = initial_state(self.wrapped) if fresh else self.wrapped.state_dict()
-        state = {**local, "gossip": gossip}
+        first, *others = local["param_groups"]
+        state = {**local, "param_groups": [{**first, "gossip": gossip}, *others]}
         for after in self._optimizer_state_dict_post_hooks.values():
             changed = after(self, state)
             state = state if changed is None else changed
@@ -504,18 +516,21 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             changed = before(self, state)
             state = state if changed is None else changed
-        gossip = state.get("gossip")
+        first, *others = state.get("param_groups") or [{}]
+        first = dict(first)
+        gossip = first.pop("gossip", state.pop("gossip", None))  # the latter in earlier states
         if gossip is None:
             raise ValueError(
-                "this is not the state of a GossipOptimizer; load it into the wrapped optimizer, "
-                "before wrapping it"
+                "this is not the state of a GossipOptimizer, or it was flattened: load it into the "
+                "wrapped optimizer, before wrapping it, and save without "
+                "flatten_optimizer_state_dict"
             )
         gossip, kind = dict(gossip), type(self.wrapped).__name__
         saved = gossip.pop("optimizer", "an unknown optimizer")
         if saved != kind:
             raise ValueError(f"the state is of {saved}; wrap the same optimizer, not {kind}")
         self._averaged.check_state(gossip)
-        local = {k: v for k, v in state.items() if k != "gossip"}
+        local = {**state, "param_groups": [first, *others]}
         if self._averaged.sharding is not None and gossip["steps"] == 0:
             local["state"] = {}  # that of initial_state
         self.wrapped.load_state_dict(local)

@@ -465,7 +465,8 @@ def _check_state(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
             f"the state is of {theirs} replicas, these are {ours}; begin the optimizer anew, with "
             "the same parameters"
         )
-    differing = [
+    saved, now = ({k: v for k, v in facts.items() if v != {}} for facts in (saved, now))
+    differing = [  # checkpointers leave out empty mappings
         f"{key}={saved.get(key)!r} (here {now.get(key)!r})"
         for key in dict.fromkeys((*now, *saved))
         if key not in ("version", "shapes", "worker", *_STATE_KEYS)

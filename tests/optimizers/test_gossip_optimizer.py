@@ -11,7 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
 
 from powergossip import algorithms, topologies
 from powergossip.errors import BadInput
@@ -314,17 +320,57 @@ def test_a_restored_optimizer_is_the_same_to_the_bit(tmp_path: Path) -> None:
         assert found_bits == bits, (name, local)
 
 
+@pytest.mark.parallel([2])
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+@pytest.mark.parametrize(
+    ("method", "local", "full"),
+    [("choco", "sgd", False), *((method, "adam", True) for method in METHODS)],
+)
+def test_a_distributed_checkpoint_of_each_process_resumes(
+    method: str, local: str, full: bool, tmp_path: Path
+) -> None:
+    """As PyTorch's pages on it have it. Neither saving nor loading is a step."""
+    options = StateDictOptions(full_state_dict=full)
+    place = {"checkpoint_id": tmp_path / str(processes().rank), "no_dist": True}
+    model, optimizer = wrapped(OPTIMIZERS[local], METHODS[method])
+    run(model, optimizer, range(3))
+    optimizer.zero_grad()
+    bits = optimizer.bits
+    values, state = get_state_dict(model, optimizer, options=options)
+    assert optimizer.bits == bits
+    dcp.save({"model": values, "optimizer": state}, **place)
+
+    resumed, its = wrapped(OPTIMIZERS[local], METHODS[method])
+    values, state = get_state_dict(resumed, its, options=options)
+    assert its.bits == 0
+    both = {"model": values, "optimizer": state}
+    dcp.load(both, **place)
+    set_state_dict(
+        resumed,
+        its,
+        model_state_dict=both["model"],
+        optim_state_dict=both["optimizer"],
+        options=options,
+    )
+    assert its.bits == bits
+    for one, its_own in ((model, optimizer), (resumed, its)):
+        run(one, its_own, range(3, 6))
+    assert torch.equal(numbers(model), numbers(resumed))
+
+
 def test_another_state_is_rejected_and_changes_nothing() -> None:
     make = OPTIMIZERS["momentum"]
     model, optimizer = wrapped(make, "power-gossip", processes=ALONE)
     run(model, optimizer, range(2), worker=0)
     state = optimizer.state_dict()
 
+    (group,) = state["param_groups"]
+
     def rejected(text: str, **changes: Any) -> None:
         before = copy.deepcopy(optimizer.state_dict())
-        gossip = {**state["gossip"], **changes}
+        changed = {**group, "gossip": {**group["gossip"], **changes}}
         with pytest.raises(ValueError, match=text):
-            optimizer.load_state_dict({**state, "gossip": gossip})
+            optimizer.load_state_dict({**state, "param_groups": [changed]})
         after = optimizer.state_dict()
         assert str(before) == str(after)
 
@@ -335,18 +381,22 @@ def test_another_state_is_rejected_and_changes_nothing() -> None:
     rejected("version 7, this is version 3", version=7)
     rejected(
         r"parameter 0 is of shape \(7, 6\) in the state, \(5, 6\) here",
-        shapes=[[[7, 6], *state["gossip"]["shapes"][0][1:]]],
+        shapes=[[[7, 6], *group["gossip"]["shapes"][0][1:]]],
     )
     rejected(
-        "6 parameters here|5 parameters in the state", shapes=[state["gossip"]["shapes"][0][1:]]
+        "6 parameters here|5 parameters in the state", shapes=[group["gossip"]["shapes"][0][1:]]
     )
-    rejected("2 parts, here are 1", shapes=state["gossip"]["shapes"] * 2)
-    with pytest.raises(ValueError, match="not the state of a GossipOptimizer"):
-        optimizer.load_state_dict(make(mlp()).state_dict())
-    other = torch.optim.SGD([{"params": [p]} for p in mlp().parameters()], lr=0.1)
+    rejected("2 parts, here are 1", shapes=group["gossip"]["shapes"] * 2)
+    for other in (make(mlp()).state_dict(), {}):
+        with pytest.raises(ValueError, match="not the state of a GossipOptimizer"):
+            optimizer.load_state_dict(other)
+    groups = torch.optim.SGD([{"params": [p]} for p in mlp().parameters()], lr=0.1)
+    earlier = {"gossip": group["gossip"]}  # where earlier states have it
     with pytest.raises(ValueError, match="number of parameter groups"):
-        optimizer.load_state_dict({**other.state_dict(), "gossip": state["gossip"]})
+        optimizer.load_state_dict({**groups.state_dict(), **earlier})
     optimizer.load_state_dict(state)
+    optimizer.load_state_dict({**optimizer.wrapped.state_dict(), **earlier})
+    assert str(optimizer.state_dict()) == str(state)
 
 
 @pytest.mark.parallel([4])
@@ -458,6 +508,7 @@ def test_alone_with_a_scheduler_it_is_the_wrapped_optimizer_to_the_bit(name: str
         assert optimizer.wrapped.param_groups[0]["lr"] == plain.param_groups[0]["lr"]
     assert optimizer.bits == optimizer.messages == 0
     state, expected = optimizer.state_dict(), plain.state_dict()
+    del state["param_groups"][0]["gossip"]
     assert state["param_groups"] == expected["param_groups"]
     for index, of_parameter in expected["state"].items():
         assert torch.equal(
@@ -750,7 +801,11 @@ def test_bad_parameters_that_are_added_are_rejected(name: str) -> None:
         optimizer.add_param_group({"params": BAD_PARAMETERS[name][0]})
     with pytest.raises(ValueError, match="more than one parameter group"):
         optimizer.add_param_group({"params": list(model.parameters())})
-    assert len(optimizer.param_groups) == len(optimizer.state_dict()["gossip"]["averaging"]) == 1
+    assert (
+        len(optimizer.param_groups)
+        == len(optimizer.state_dict()["param_groups"][0]["gossip"]["averaging"])
+        == 1
+    )
     run(model, optimizer, range(1), worker=0)
 
 
@@ -929,8 +984,9 @@ def test_options_without_a_type_accept_every_value(monkeypatch: pytest.MonkeyPat
 def test_a_state_of_another_version_is_rejected() -> None:
     _, optimizer = wrapped(OPTIMIZERS["momentum"], "dpsgd", processes=ALONE)
     state = optimizer.state_dict()
+    state["param_groups"][0]["gossip"]["version"] = 2
     with pytest.raises(ValueError, match="version 2, this is version 3"):
-        optimizer.load_state_dict({**state, "gossip": {**state["gossip"], "version": 2}})
+        optimizer.load_state_dict(state)
 
 
 @pytest.mark.parallel([4])

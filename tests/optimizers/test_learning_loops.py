@@ -282,7 +282,7 @@ def test_overflowing_gradients_keep_the_mean_of_the_tracked_variable() -> None:
                 model.bias.grad = torch.full_like(model.bias, torch.inf)
             scaler.step(optimizer)
             scaler.update()
-            (state,) = optimizer.state_dict()["gossip"]["averaging"]
+            (state,) = optimizer.state_dict()["param_groups"][0]["gossip"]["averaging"]
             tracked = state["y"] - state["v"] if "y" in state else state["c"]
             rows = torch.cat(who.gather(tracked))
             torch.testing.assert_close(rows.mean(0), torch.zeros(D), rtol=0, atol=1e-5)
@@ -615,7 +615,11 @@ def test_groups_that_do_not_fit_are_rejected(
     run(model, optimizer, steps)
     with pytest.raises(ValueError, match=key):
         optimizer.add_param_group({"params": [model.bias], **group})
-    assert len(optimizer.param_groups) == len(optimizer.state_dict()["gossip"]["averaging"]) == 1
+    assert (
+        len(optimizer.param_groups)
+        == len(optimizer.state_dict()["param_groups"][0]["gossip"]["averaging"])
+        == 1
+    )
     run(model, optimizer, 1)
 
 

@@ -185,10 +185,11 @@ def test_a_state_of_other_shards_is_rejected() -> None:
     other = GossipOptimizer(ADAM(sharded), "choco", mesh=where.between, compressor="top-k")
     with pytest.raises(ValueError, match=r"has method='dpsgd' \(here 'choco'\); use the same"):
         other.load_state_dict(state)
+    (group,) = state["param_groups"]
     for key in ("averaging", "optimizer", "worker"):
-        lacking = {**state, "gossip": {k: v for k, v in state["gossip"].items() if k != key}}
+        lacking = {**group, "gossip": {k: v for k, v in group["gossip"].items() if k != key}}
         with pytest.raises(ValueError, match=key):
-            optimizer.load_state_dict(lacking)
+            optimizer.load_state_dict({**state, "param_groups": [lacking]})
 
 
 @pytest.mark.parallel([8])

@@ -238,7 +238,7 @@ class GossipRule:
                     self._layout.load(own, state[name])
             else:
                 setattr(self, f"_{name}", state[name])
-        self._averaging.load_state_dict(state["averaging"])
+        self._averaging.load_state_dict(state.get("averaging", {}))  # an empty one may be left out
 
 
 class Joint:
