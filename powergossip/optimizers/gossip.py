@@ -12,7 +12,6 @@ neighbors. This is D-PSGD with an averaging algorithm G, x ← G(x − η u(g)),
 """
 
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -63,6 +62,14 @@ __all__ = [
     "PowerGossip",
     "Specification",
 ]
+
+
+def _of_wrapped(name: str) -> Any:
+    """An attribute of the wrapped optimizer."""
+    return property(
+        lambda self: getattr(self.wrapped, name),
+        lambda self, value: setattr(self.wrapped, name, value),
+    )
 
 
 class GossipOptimizer(Traffic, torch.optim.Optimizer):
@@ -235,21 +242,22 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
         return self._averaged.bits_inside
 
     # Attributes of the wrapped optimizer. Its load_state_dict replaces these objects.
+    param_groups = _of_wrapped("param_groups")
+    state = _of_wrapped("state")
+    defaults = _of_wrapped("defaults")
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """Those of the wrapped optimizer."""
-        return self.wrapped.param_groups
-
-    @property
-    def state(self) -> defaultdict[Tensor, Any]:  # type: ignore[override]
-        """Those of the wrapped optimizer."""
-        return self.wrapped.state
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """Those of the wrapped optimizer."""
-        return self.wrapped.defaults
+    def __getattr__(self, name: str) -> Any:
+        """Other public attributes of the wrapped optimizer, such as `train` and `eval` of a
+        schedule-free one. Raises AttributeError for a second method that makes steps."""
+        if name.startswith("_") or name == "wrapped":
+            raise AttributeError(name)
+        found = getattr(self.wrapped, name)
+        if name.endswith("_step") and callable(found):  # of sharpness-aware optimizers
+            raise AttributeError(
+                f"{name}() of {type(self.wrapped).__name__} makes no step of gossip: call "
+                "step(closure), or wrap its base optimizer"
+            )
+        return found
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, as the wrapped optimizer does.

@@ -343,7 +343,7 @@ def test_a_distributed_checkpoint_of_each_process_resumes(
     resumed, its = wrapped(OPTIMIZERS[local], METHODS[method])
     values, state = get_state_dict(resumed, its, options=options)
     assert its.bits == 0
-    both = {"model": values, "optimizer": state}
+    both: dict[str, Any] = {"model": values, "optimizer": state}
     dcp.load(both, **place)
     set_state_dict(
         resumed,
@@ -643,6 +643,98 @@ def test_values_assigned_to_data_are_as_those_written_in_place(overlapping: bool
             shrink()
             with optimizer.mean_model():
                 shrink()
+        found.append(everywhere(model))
+    assert torch.equal(*found)
+
+
+class SharpnessAware(torch.optim.Optimizer):
+    """SAM as widely used (github.com/davda54/sam), with its assignments."""
+
+    def __init__(self, params: Any, base: Callable[..., torch.optim.Optimizer], **options: Any):
+        super().__init__(params, options)
+        self.base = base(self.param_groups, **options)
+        self.param_groups = self.base.param_groups
+
+    @torch.no_grad()
+    def first_step(self) -> None:
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["old_p"] = p.data.clone()
+            p.add_(p.grad, alpha=0.05)
+
+    @torch.no_grad()
+    def second_step(self) -> None:
+        for p in self.param_groups[0]["params"]:
+            p.data = self.state[p]["old_p"]
+        self.base.step()
+
+    def step(self, closure: Any) -> None:  # type: ignore[override]
+        self.first_step()
+        self.zero_grad()
+        torch.enable_grad()(closure)()
+        self.second_step()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        super().load_state_dict(state_dict)
+        self.base.param_groups = self.param_groups
+
+
+@pytest.mark.parallel([4])
+def test_sharpness_aware_optimizers_are_wrapped_or_wrap() -> None:
+    """Both ways, with the method of two calls in the second one."""
+    sgd = torch.optim.SGD
+    models = [mlp(processes().rank) for _ in range(2)]
+    outside = GossipOptimizer(SharpnessAware(models[0].parameters(), sgd, lr=0.1), "dpsgd")
+    inside = SharpnessAware(
+        models[1].parameters(), lambda groups, lr: GossipOptimizer(sgd(groups, lr), "dpsgd"), lr=0.1
+    )
+    for t in range(4):
+        for model, optimizer in zip(models, (outside, inside), strict=True):
+
+            def compute(model: nn.Module = model, t: int = t) -> None:
+                model.zero_grad()
+                loss(model, processes().rank, t).backward()
+
+            compute()
+            if optimizer is outside:
+                outside.step(compute)
+            else:
+                inside.first_step()
+                compute()
+                inside.second_step()
+                inside.load_state_dict(inside.state_dict())
+    assert torch.equal(*map(everywhere, models))
+    spread = everywhere(models[0]).std(0).max()
+    assert 0 < spread < 0.01
+    with pytest.raises(AttributeError, match="makes no step of gossip"):
+        outside.second_step()
+
+
+class WithModes(torch.optim.SGD):
+    """With other weights in evaluation, in place, as those of schedule-free optimizers."""
+
+    def eval(self) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data.mul_(2)
+
+    def train(self) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data.div_(2)
+
+
+@pytest.mark.parallel([2])
+def test_an_optimizer_with_weights_for_evaluation() -> None:
+    """An evaluation between steps changes nothing. The mean model is of the present weights."""
+    found = []
+    for evaluates in (False, True):
+        model, optimizer = wrapped(lambda m: WithModes(m.parameters(), lr=0.1), "power-gossip")
+        for t in range(4):
+            run(model, optimizer, range(t, t + 1))
+            if evaluates:
+                expected = 2 * everywhere(model).mean(0)
+                optimizer.eval()
+                with optimizer.mean_model():
+                    torch.testing.assert_close(numbers(model), expected)
+                optimizer.train()
         found.append(everywhere(model))
     assert torch.equal(*found)
 
