@@ -450,7 +450,7 @@ def _check_state(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     differing = [
         f"{key}={saved.get(key)!r} (here {now.get(key)!r})"
         for key in dict.fromkeys((*now, *saved))
-        if key not in ("version", "shapes", "n_workers", "worker", *_STATE_KEYS)
+        if key not in ("version", "shapes", "worker", *_STATE_KEYS)
         and saved.get(key) != now.get(key)
     ]
     if saved.get("method") != now["method"]:
