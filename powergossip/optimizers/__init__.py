@@ -18,15 +18,9 @@ from powergossip.optimizers.ddp_hook import GossipState, gossip_hook
 from powergossip.optimizers.dgc import DGC, DGCSGD
 from powergossip.optimizers.error_feedback import ErrorFeedback
 from powergossip.optimizers.gossip import GossipOptimizer
+from powergossip.optimizers.gradients import Aggregator, optimizer_step
 from powergossip.optimizers.model_averager import GossipModelAverager
-from powergossip.optimizers.power_sgd import (
-    Aggregator,
-    AllReduce,
-    BasicConfig,
-    BasicPowerSGD,
-    PowerSGD,
-    optimizer_step,
-)
+from powergossip.optimizers.power_sgd import AllReduce, BasicConfig, BasicPowerSGD, PowerSGD
 from powergossip.optimizers.sign_sgd import SignSGD
 
 __all__ = [

@@ -128,6 +128,21 @@ def check_shapes(
             )
 
 
+def owner_of(processes: Processes) -> dict[str, int]:
+    """The worker of this process, and the number of workers, for its states."""
+    return {"n_workers": processes.size, "worker": processes.rank}
+
+
+def check_owner(saved: Mapping[str, Any], owner: Mapping[str, int]) -> None:
+    """Raise ValueError unless a saved state is that of this owner, as far as it names one."""
+    for key, own in owner.items():
+        if saved.get(key, own) != own:
+            raise ValueError(
+                f"the state has {key}={saved[key]} (here {own}); save the state of every process, "
+                "and load it into as many"
+            )
+
+
 def broadcast_from_process_0(processes: Processes, tensors: Sequence[Tensor]) -> None:
     """Overwrite these tensors with those of process 0, in one message. Not counted."""
     if processes.size == 1:

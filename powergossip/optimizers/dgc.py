@@ -31,8 +31,10 @@ from powergossip import checks
 from powergossip.algorithms.dgc import DGCAggregation, DGCConfig
 from powergossip.network import Network
 from powergossip.optimizers.checks import Params
-from powergossip.optimizers.gradients import CompressedMean, Gradients
+from powergossip.optimizers.gradients import CompressedMean, Gradients, optimizer_step
 from powergossip.optimizers.precision import HALF, MESSAGE_DTYPES
+
+__all__ = ["DGC", "DGCSGD", "DGCConfig", "check_momentum", "optimizer_step"]
 
 
 class DGC(CompressedMean):
@@ -73,6 +75,15 @@ class DGC(CompressedMean):
     def at_epoch(self, epoch: float) -> None:
         """Set the fraction that is sent, which follows the warm-up. Call it at every epoch."""
         self._aggregation.at_epoch(epoch)
+
+    def collect(self, optimizer: torch.optim.Optimizer) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the parameters and their gradients.
+
+        Raises ValueError for an optimizer with momentum of its own (such as Adam), or, if it is
+        DGCSGD, with another momentum than that of the configuration.
+        """
+        check_momentum(optimizer, self.config.momentum, self.config.nesterov)
+        return super().collect(optimizer)
 
     def aggregate(self, gradients: Sequence[Tensor]) -> list[Tensor] | None:
         """Accumulate gradients, given in the order of the parameters, without changing them.
@@ -190,22 +201,3 @@ def check_momentum(optimizer: torch.optim.Optimizer, momentum: float, nesterov: 
                 "is part of the method; use DGCSGD with the same momentum, or torch.optim.SGD with "
                 "momentum=0"
             )
-
-
-def optimizer_step(optimizer: torch.optim.Optimizer, dgc: DGC) -> None:
-    """A step of the optimizer with the workers' mean, in every num_batches_per_step-th call.
-
-    Takes the gradients p.grad and clears them.
-
-    Raises:
-        ValueError: Before anything is sent, for a parameter with a missing or sparse gradient, and
-            for an optimizer of other parameters, with momentum of its own (such as Adam), or, if it
-            is DGCSGD, with another momentum than that of the configuration.
-    """
-    check_momentum(optimizer, dgc.config.momentum, dgc.config.nesterov)
-    gradients = dgc.flat.of_loop(optimizer)
-    means = dgc.aggregate(gradients)
-    if means is not None:
-        torch._foreach_copy_(gradients, means)
-        optimizer.step()
-    torch._foreach_zero_(gradients)

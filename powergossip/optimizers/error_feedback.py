@@ -23,7 +23,8 @@ from powergossip.compressors import Compressor
 from powergossip.network import Network
 from powergossip.optimizers.checks import Params
 from powergossip.optimizers.dgc import DGCSGD
-from powergossip.optimizers.gradient_engine import Aggregated, optimizer_step
+from powergossip.optimizers.gradient_engine import Aggregated
+from powergossip.optimizers.gradients import optimizer_step
 
 __all__ = ["DGCSGD", "ErrorFeedback", "ErrorFeedbackConfig", "optimizer_step"]
 

@@ -15,11 +15,13 @@ from torch import Tensor
 from powergossip.network import Conversation, Exchange, Processes, together
 from powergossip.optimizers.checks import (
     broadcast_from_process_0,
+    check_owner,
     check_same_everywhere,
     check_same_shapes_everywhere,
     check_shapes,
     is_frozen,
     named,
+    owner_of,
 )
 from powergossip.optimizers.gradients import Traffic
 from powergossip.optimizers.learning_rules import LearningRule, PartRule
@@ -416,8 +418,7 @@ class Averaged(Traffic):
             **self.method.facts(),
             **self._learning.facts(),
             **others,
-            "n_workers": self.n_workers,
-            "worker": self.processes.rank,
+            **owner_of(self.processes),
             "shapes": [[list(p.shape) for p in part.parameters] for part in self.parts],
         }
 
@@ -435,6 +436,7 @@ class Averaged(Traffic):
     def check_state(self, saved: Mapping[str, Any]) -> None:
         """Raise ValueError unless the facts of a saved state are those of this object."""
         _check_state(saved, self._facts())
+        check_owner(saved, owner_of(self.processes))
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Restore the state returned by `state_dict()`, after `check_state`."""
@@ -476,11 +478,6 @@ def _check_state(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         differing = differing[:1]  # the others are its options
     if differing:
         raise ValueError(f"the state has {', '.join(differing)}; use the same")
-    if saved["worker"] != now["worker"]:
-        raise ValueError(
-            f"the state is that of worker {saved['worker']}, this is worker {now['worker']}; save "
-            "and load the state of every process"
-        )
     if len(saved["shapes"]) != len(now["shapes"]):
         raise ValueError(
             f"the state has parameters added in {len(saved['shapes'])} parts, here are "

@@ -59,6 +59,17 @@ class Aggregated(CompressedMean):
         `optimizer_step` does this with the rates of the optimizer."""
         self._aggregation.at_learning_rate(*rates)
 
+    def collect(self, optimizer: torch.optim.Optimizer) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the parameters and their gradients. Each has the learning rate of its group."""
+        parameters, gradients = super().collect(optimizer)
+        if self.owns_momentum:
+            check_momentum(optimizer, *self.decay_momentum)
+        rates: dict[int, float] = {}
+        for group in optimizer.param_groups:
+            rates |= {id(parameter): float(group["lr"]) for parameter in group["params"]}
+        self.at_learning_rate(*(rates[id(parameter)] for parameter in parameters))
+        return parameters, gradients
+
     def aggregate(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         """Return the mean over all workers, which the next call overwrites.
 
@@ -67,25 +78,3 @@ class Aggregated(CompressedMean):
         torch._foreach_copy_(self.flat.gradients, list(gradients))
         self.network.run(self._aggregation.step(self.flat.gradient, self.flat.mean))
         return self.flat.means
-
-
-def optimizer_step(optimizer: torch.optim.Optimizer, aggregated: Aggregated) -> None:
-    """A step of the optimizer with the mean of all workers' compressed gradients.
-
-    Takes the gradients p.grad and clears them. Each parameter has the learning rate of its group.
-
-    Raises:
-        ValueError: Before anything is sent, for a parameter with a missing or sparse gradient, and
-            for an optimizer of other parameters, or with momentum where the method owns it.
-    """
-    flat = aggregated.flat
-    gradients = flat.of_loop(optimizer)
-    if aggregated.owns_momentum:
-        check_momentum(optimizer, *aggregated.decay_momentum)
-    rates: dict[int, float] = {}
-    for group in optimizer.param_groups:
-        rates |= {id(parameter): float(group["lr"]) for parameter in group["params"]}
-    aggregated.at_learning_rate(*(rates[id(parameter)] for parameter in flat.parameters))
-    torch._foreach_copy_(gradients, aggregated.aggregate(gradients))
-    optimizer.step()
-    torch._foreach_zero_(gradients)

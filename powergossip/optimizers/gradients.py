@@ -1,7 +1,8 @@
-"""Flat buffers for the gradients of a training loop: the common part of PowerSGD and DGC."""
+"""Mean gradients in a training loop: the common part of PowerSGD, DGC and others."""
 
-from collections.abc import Collection, Mapping
-from functools import reduce
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property, reduce
 from typing import Any
 
 import torch
@@ -14,16 +15,19 @@ from powergossip.optimizers.checks import (
     broadcast_from_process_0,
     check_gradients,
     check_optimizer,
+    check_owner,
     check_same_everywhere,
     check_same_shapes_everywhere,
     clear_frozen_gradients,
     is_frozen,
     named,
+    owner_of,
 )
 from powergossip.optimizers.precision import message_dtype_of, working_dtype
 from powergossip.optimizers.sharded_parameters import is_divided, memory, replicas
 from powergossip.parameters import Layout, check_parameters, matrix_shape
 
+Tensors = Sequence[Tensor]
 FLOATING_POINT = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -67,6 +71,7 @@ class Gradients:
         parameters: The trained parameters, in the given order, without those of which this shard
             has no rows.
         network, layout: The network, and the layout of the parameters.
+        owner: The worker of this process, as in its states.
         dtype: Dtype of the buffers, see `working_dtype`.
         gradient, mean: Buffers [1, D] for a gradient and for the workers' mean.
         gradients, means: Views of the buffers in the shapes of the parameters.
@@ -97,7 +102,7 @@ class Gradients:
         if mesh is None:
             comm = processes_for(network, process_group)
         else:
-            comm, _ = replicas(mesh, names, tensors, network or process_group)
+            comm, shards = replicas(mesh, names, tensors, network or process_group)
         self._without_rows: list[Tensor] = []
         with comm.agreed():
             if not tensors:
@@ -114,6 +119,9 @@ class Gradients:
         device = self.parameters[0].device
         self.network = network or network_of_all(comm, device)
         check_one_worker(self.network)
+        self.owner = owner_of(self.network.processes)
+        if mesh is not None:
+            self.owner |= {"n_shards": shards.size, "shard": shards.rank}
         check_same_shapes_everywhere(comm, self.parameters)
         check_same_everywhere(comm, "the list of frozen parameters", list(self._frozen))
         dtypes_of_all = [str(parameter.dtype) for parameter in self.parameters]
@@ -175,7 +183,88 @@ class Gradients:
         return message_dtype_of(name, dtype)
 
 
-class CompressedMean(Traffic):
+class Aggregator(ABC):
+    """A mean of the gradients of all workers, exact or approximate. See `optimizer_step`."""
+
+    @abstractmethod
+    def aggregate(self, gradients: Tensors) -> list[Tensor] | None:
+        """Return the mean over all workers, and replace `gradients` by the errors.
+
+        The error is the part of a gradient that the mean lacks, for error feedback: it is added to
+        the gradient of the next step. It is 0 without compression. Subclasses with `mean_of` may
+        keep it elsewhere. None: there is no step yet.
+        """
+
+    @cached_property
+    def processes(self) -> Processes:
+        """The processes of the workers, by default all of the run."""
+        return processes_of(None)
+
+    @cached_property
+    def _errors(self) -> dict[Tensor, Tensor]:
+        return {}  # by parameter
+
+    def collect(self, optimizer: torch.optim.Optimizer) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the optimizer's parameters that are not frozen, and their gradients.
+
+        Gradients of frozen parameters are cleared.
+
+        Raises:
+            ValueError: For a gradient that is missing or sparse.
+        """
+        clear_frozen_gradients(optimizer)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        names, trained = named(p for p in parameters if not is_frozen(p))
+        return trained, check_gradients(names, trained, required=True, dtypes=FLOATING_POINT)
+
+    def mean_of(self, parameters: Tensors, gradients: Tensors) -> list[Tensor] | None:
+        """Return the mean of gradients and errors, keep the new errors, and change no gradient."""
+        pairs = zip(parameters, gradients, strict=True)
+        both = [gradient + self._errors.get(parameter, 0) for parameter, gradient in pairs]
+        means = self.aggregate(both)
+        self._errors.update(zip(parameters, both, strict=True))
+        return means
+
+
+@torch.no_grad()
+def optimizer_step(
+    optimizer: torch.optim.Optimizer,
+    aggregator: Aggregator,
+    scaler: torch.amp.GradScaler | None = None,
+) -> None:
+    """A step of the optimizer with the mean of all workers' gradients by an aggregator.
+
+    Takes the gradients p.grad and clears them. Errors are kept apart.
+
+    Args:
+        aggregator: `PowerSGD`, `AllReduce`, `DGC`, `ErrorFeedback`, `SignSGD` or one of your own.
+        scaler: A GradScaler that has unscaled the gradients. If they are not finite in a process,
+            all processes leave out the step, and errors stay as they are.
+
+    Raises:
+        ValueError: Before anything is sent, for a parameter with a missing or sparse gradient, and
+            for an optimizer of other parameters, or with momentum where the method owns it.
+    """
+    parameters, gradients = aggregator.collect(optimizer)
+    if not gradients:
+        return
+    means = None
+    if scaler is None or not scaler.is_enabled() or _all_finite(aggregator.processes, gradients):
+        means = aggregator.mean_of(parameters, gradients)
+    try:
+        if means is not None:
+            torch._foreach_copy_(gradients, means)
+            optimizer.step()
+    finally:
+        torch._foreach_zero_(gradients)
+
+
+def _all_finite(processes: Processes, gradients: Tensors) -> bool:
+    """Whether these gradients are finite in all processes."""
+    return all(processes.everywhere(all(bool(g.isfinite().all()) for g in gradients)))
+
+
+class CompressedMean(Traffic, Aggregator):
     """The mean of the compressed gradients of a training loop over all processes.
 
     Attributes:
@@ -186,6 +275,15 @@ class CompressedMean(Traffic):
 
     def __init__(self, flat: Gradients):
         self.flat, self.network = flat, flat.network
+        self.processes = flat.network.processes
+
+    def collect(self, optimizer: torch.optim.Optimizer) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the parameters, and their gradients as `Gradients.of_loop` does."""
+        return self.flat.parameters, self.flat.of_loop(optimizer)
+
+    def mean_of(self, parameters: Tensors, gradients: Tensors) -> list[Tensor] | None:
+        """Return the mean. The errors are the method's."""
+        return self.aggregate(gradients)
 
     @property
     def compression_rate(self) -> float:
@@ -198,12 +296,17 @@ class CompressedMean(Traffic):
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next step depends on, such as the error of this worker."""
         return {
+            **self.flat.owner,
             "aggregation": self._aggregation.state_dict(),
             "network": self.network.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state returned by `state_dict()`. Raises ValueError if it does not fit."""
+        """Restore the state returned by `state_dict()`.
+
+        Raises ValueError if it does not fit, or is that of another worker or number of workers.
+        """
+        check_owner(state, self.flat.owner)
         self._aggregation.load_state_dict(state["aggregation"])
         self.network.load_state_dict(state["network"])
 

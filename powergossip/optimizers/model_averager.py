@@ -120,6 +120,7 @@ class GossipModelAverager(ModelAverager):
         self._message_dtype = message_dtype
         self._averaged: Averaged | None = None  # since the first step of gossip
         self._added: list[list[Tensor]] = []  # trainable parameters that were added together
+        self._given: list[tuple[int, bool]] = []  # parameters of the last step, and if trainable
         self._restored: Mapping[str, Any] | None = None  # a state loaded before that
         own = weakref.ref(self)
         network.checked_barrier_at_exit(processes, lambda: getattr(own(), "step", None))
@@ -146,8 +147,19 @@ class GossipModelAverager(ModelAverager):
         self.step += 1
 
     def _prepared(self, params: Params | Iterable[dict[str, Any]]) -> Averaged:
-        """The averaging of these parameters, after adding those that are new."""
-        names, tensors = named(_tensors(params))
+        """The averaging of these parameters, after adding those that are new.
+
+        There is no communication if they are those of the last step.
+        """
+        entries = [*_tensors(params)]
+        tensors = [entry[1] if isinstance(entry, tuple) else entry for entry in entries]
+        given = [(id(tensor), tensor.requires_grad) for tensor in tensors]
+        if self._averaged is not None and given == self._given:
+            return self._averaged
+        network.checked_barrier(
+            self._processes, "average_parameters() of new parameters", self.step
+        )
+        names, tensors = named(entries)
         sharding = None
         if self._mesh is not None and self._averaged is None:
             self._processes, shards = replicas(self._mesh, names, tensors)
@@ -188,6 +200,7 @@ class GossipModelAverager(ModelAverager):
             self._restored = None
         if fresh:
             self._add(fresh)
+        self._given = given
         return self._averaged
 
     def _add(self, parameters: list[Tensor]) -> None:

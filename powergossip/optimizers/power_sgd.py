@@ -4,7 +4,7 @@
 
     powersgd = PowerSGD(list(model.parameters()), Config(rank=1))
     for batch in batches:
-        loss(model, batch).backward()        # adds to p.grad, which holds the error
+        loss(model, batch).backward()
         optimizer_step(optimizer, powersgd)  # in place of optimizer.step() and zero_grad()
 
 Names, signatures and defaults are those of the package that the authors of PowerSGD published
@@ -19,7 +19,6 @@ have their precision. The mean is rounded to the precision of the gradient. Bits
 sent.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,50 +30,19 @@ from powergossip import checks
 from powergossip.algorithms import plain
 from powergossip.algorithms.power_sgd import Aggregation, PowerSGDConfig
 from powergossip.network import Network
-from powergossip.optimizers.checks import (
-    Params,
-    check_gradients,
-    check_same_everywhere,
-    clear_frozen_gradients,
-    is_frozen,
-    named,
-)
+from powergossip.optimizers.checks import Params, check_same_everywhere
 from powergossip.optimizers.gradients import (
     FLOATING_POINT,
+    Aggregator,
     CompressedMean,
     Gradients,
+    Tensors,
     check_one_worker,
     network_of_all,
     processes_for,
 )
 from powergossip.optimizers.precision import MESSAGE_DTYPES, Rounding, working_dtype
-from powergossip.optimizers.sharded_parameters import shaped_like
 from powergossip.parameters import matrix_shape
-
-
-class Aggregator(ABC):
-    """A mean of the gradients of all workers, exact or approximate. See `optimizer_step`."""
-
-    @abstractmethod
-    def aggregate(self, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Return the mean over all workers, and replace `gradients` by the errors.
-
-        The error is the part of a gradient that the mean lacks, for error feedback: add it to the
-        gradient of the next step. It is 0 without compression.
-        """
-
-    def collect(self, optimizer: torch.optim.Optimizer) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the optimizer's parameters that are not frozen, and their gradients.
-
-        Gradients of frozen parameters are cleared.
-
-        Raises:
-            ValueError: For a gradient that is missing or sparse.
-        """
-        clear_frozen_gradients(optimizer)
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        names, trained = named(p for p in parameters if not is_frozen(p))
-        return trained, check_gradients(names, trained, required=True, dtypes=FLOATING_POINT)
 
 
 class AllReduce(Aggregator):
@@ -86,12 +54,16 @@ class AllReduce(Aggregator):
     """
 
     def __init__(self, network: Network | None = None, *, process_group: Any = None):
-        self._processes = processes_for(network, process_group)
+        self.processes = processes_for(network, process_group)
         if network is not None:
             check_one_worker(network)
         self.network = network  # None: created with the first gradients
         self._flat: Tensor | None = None  # [1, D]
         self._sizes: list[int] = []
+
+    def mean_of(self, parameters: Tensors, gradients: Tensors) -> list[Tensor] | None:
+        """Return the mean. There are no errors."""
+        return self.aggregate(gradients)
 
     def aggregate(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         """Return the mean over all workers, and set `gradients` to 0.
@@ -117,11 +89,9 @@ class AllReduce(Aggregator):
         device, dtype = gradients[0].device, working_dtype(gradients)
         sizes = [gradient.numel() for gradient in gradients]
         if self.network is None:
-            self.network = network_of_all(self._processes, device)
+            self.network = network_of_all(self.processes, device)
         if self._flat is None or self._flat.dtype != dtype or self._sizes != sizes:
-            check_same_everywhere(
-                self.network.processes, "the list of gradients", (str(dtype), sizes)
-            )
+            check_same_everywhere(self.processes, "the list of gradients", (str(dtype), sizes))
             self._flat = torch.empty(1, sum(sizes), device=device, dtype=dtype)
             self._sizes = sizes
         return self.network, self._flat
@@ -132,7 +102,7 @@ class AllReduce(Aggregator):
         return 0 if self.network is None else int(self.network.bits[0])
 
 
-class _LowRank(CompressedMean, Aggregator):
+class _LowRank(CompressedMean):
     """The common part of PowerSGD and BasicPowerSGD."""
 
     def __init__(
@@ -208,27 +178,17 @@ class _LowRank(CompressedMean, Aggregator):
         means = zip(self.flat.means, gradients, strict=True)
         return [mean.to(gradient.dtype) for mean, gradient in means]
 
-    def collect(self, optimizer: torch.optim.Optimizer) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the parameters, and the flat buffer's views of gradient plus error.
-
-        Raises ValueError for a gradient that is missing or sparse, and for an optimizer of other
-        parameters.
-        """
-        errors = self.flat.gradients
-        for gradient, error in zip(self.flat.of_loop(optimizer), errors, strict=True):
-            if gradient.data_ptr() != error.data_ptr():  # at first, and after zero_grad
-                error.add_(gradient)
-        return self.flat.parameters, errors
+    def mean_of(self, parameters: Tensors, gradients: Tensors) -> list[Tensor] | None:
+        """Return the mean of gradients plus errors, and keep the new errors. See `Aggregator`."""
+        torch._foreach_add_(self.flat.gradients, list(gradients))
+        return self.aggregate(self.flat.gradients)
 
     def state_dict(self) -> dict[str, Any]:
         """Directions, counters and the error."""
         return super().state_dict() | {"error": self.flat.gradient.clone()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state returned by `state_dict()`. p.grad becomes the error.
-
-        Raises ValueError for a state of other parameters.
-        """
+        """Restore the state returned by `state_dict()`. Raises ValueError if it does not fit."""
         error = self.flat.gradient
         if state["error"].shape != error.shape:
             raise ValueError(
@@ -237,14 +197,12 @@ class _LowRank(CompressedMean, Aggregator):
             )
         super().load_state_dict(state)
         error.copy_(state["error"])
-        _set_errors(self.flat.parameters, self.flat.gradients)
 
 
 class PowerSGD(_LowRank):
     """The approximate mean of the gradients of these parameters over all processes.
 
-    Half-precision gradients have an error in float32, which p.grad cannot hold. It is kept here,
-    and p.grad is None after a step.
+    The error is kept in `flat`, in float32 for gradients in half precision.
 
     Args:
         params: Tensors or (name, tensor) pairs, in an order that all processes share. All workers
@@ -334,31 +292,3 @@ class BasicPowerSGD(_LowRank):
             mesh,
             vectors_are_matrices=True,
         )
-
-
-def optimizer_step(optimizer: torch.optim.Optimizer, aggregator: Aggregator) -> None:
-    """A step of the optimizer with the mean of all workers' gradients by an aggregator.
-
-    The error is left in p.grad, where the next backward pass adds to it, so zero_grad is not
-    needed. With PowerSGD, zero_grad() is harmless, but zero_grad(set_to_none=False) would clear the
-    error. Frozen parameters are left out.
-
-    Raises:
-        ValueError: Before anything is sent, for a parameter with a missing or sparse gradient, and
-            for an optimizer of other parameters.
-    """
-    parameters, gradients = aggregator.collect(optimizer)
-    means = aggregator.aggregate(gradients)
-    for parameter, mean in zip(parameters, means, strict=True):
-        parameter.grad = shaped_like(mean.to(parameter.dtype), parameter)
-    try:
-        optimizer.step()
-    finally:
-        _set_errors(parameters, gradients)
-
-
-def _set_errors(parameters: Sequence[Tensor], errors: Sequence[Tensor]) -> None:
-    """p.grad ← the error, or None if it has another precision."""
-    for parameter, error in zip(parameters, errors, strict=True):
-        same = error.dtype == parameter.dtype
-        parameter.grad = shaped_like(error, parameter) if same else None

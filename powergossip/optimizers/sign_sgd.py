@@ -18,7 +18,8 @@ from typing import Any
 from powergossip.algorithms.sign_sgd import SignSGDAggregation, SignSGDConfig
 from powergossip.network import Network
 from powergossip.optimizers.checks import Params
-from powergossip.optimizers.gradient_engine import Aggregated, optimizer_step
+from powergossip.optimizers.gradient_engine import Aggregated
+from powergossip.optimizers.gradients import optimizer_step
 
 __all__ = ["SignSGD", "SignSGDConfig", "optimizer_step"]
 

@@ -377,7 +377,7 @@ def test_another_state_is_rejected_and_changes_nothing() -> None:
     rejected(r"rank=2 \(here 1\); use the same", rank=2)
     rejected(r"method='choco' \(here 'power-gossip'\)", method="choco")
     rejected(r"n_workers=4 \(here 1\)", n_workers=4)
-    rejected("of worker 1, this is worker 0", worker=1)
+    rejected(r"worker=1 \(here 0\)", worker=1)
     rejected("version 7, this is version 3", version=7)
     rejected(
         r"parameter 0 is of shape \(7, 6\) in the state, \(5, 6\) here",

@@ -23,6 +23,7 @@ from powergossip.network import Network, Processes, processes, processes_of, tor
 from powergossip.optimizers import (
     DGC,
     DGCSGD,
+    Aggregator,
     AllReduce,
     Config,
     DGCConfig,
@@ -33,7 +34,6 @@ from powergossip.optimizers import (
     SignSGD,
     SignSGDConfig,
     dgc,
-    gradient_engine,
     optimizer_step,
 )
 from powergossip.optimizers.precision import Rounding
@@ -94,11 +94,11 @@ def averager_loop(model: nn.Module, group: Any) -> tuple[torch.optim.Optimizer, 
     return optimizer, step
 
 
-def gradient_loop(make: Callable[[nn.Module, Any], Any], take: Any) -> Loop:
+def gradient_loop(make: Callable[[nn.Module, Any], Any]) -> Loop:
     def loop(model: nn.Module, group: Any) -> tuple[torch.optim.Optimizer, Callable[[], None]]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         aggregator = make(model, group)
-        return optimizer, lambda: take(optimizer, aggregator)
+        return optimizer, lambda: optimizer_step(optimizer, aggregator)
 
     return loop
 
@@ -106,21 +106,16 @@ def gradient_loop(make: Callable[[nn.Module, Any], Any], take: Any) -> Loop:
 LOOPS: dict[str, Loop] = {
     "gossip": gossip_loop,
     "averager": averager_loop,
-    "powersgd": gradient_loop(
-        lambda m, g: PowerSGD(m.parameters(), AT_ONCE, process_group=g), optimizer_step
-    ),
-    "all-reduce": gradient_loop(lambda m, g: AllReduce(process_group=g), optimizer_step),
+    "powersgd": gradient_loop(lambda m, g: PowerSGD(m.parameters(), AT_ONCE, process_group=g)),
+    "all-reduce": gradient_loop(lambda m, g: AllReduce(process_group=g)),
     "dgc": gradient_loop(
-        lambda m, g: DGC(m.parameters(), DGCConfig(compress_ratio=0.3), process_group=g),
-        dgc.optimizer_step,
+        lambda m, g: DGC(m.parameters(), DGCConfig(compress_ratio=0.3), process_group=g)
     ),
     "ef-sgd": gradient_loop(
-        lambda m, g: ErrorFeedback(m.parameters(), TopK(keep_ratio=0.3), process_group=g),
-        gradient_engine.optimizer_step,
+        lambda m, g: ErrorFeedback(m.parameters(), TopK(keep_ratio=0.3), process_group=g)
     ),
     "signsgd": gradient_loop(
-        lambda m, g: SignSGD(m.parameters(), SignSGDConfig(momentum=0.0), process_group=g),
-        gradient_engine.optimizer_step,
+        lambda m, g: SignSGD(m.parameters(), SignSGDConfig(momentum=0.0), process_group=g)
     ),
 }
 
@@ -189,15 +184,25 @@ def test_two_groups_train_independently(name: str) -> None:
     assert torch.equal(both[:2], first)
 
 
-# Aggregated gradients of a model, and the momentum of its SGD.
-RESUMED: dict[str, tuple[Callable[[nn.Module], Any], float]] = {
-    "powersgd": (lambda m: PowerSGD(m.parameters(), AT_ONCE), 0.9),
+# Aggregated gradients of a model and of a group, and the momentum of its SGD.
+RESUMED: dict[str, tuple[Callable[..., Any], float]] = {
+    "powersgd": (lambda m, g=None: PowerSGD(m.parameters(), AT_ONCE, process_group=g), 0.9),
     "dgc": (
-        lambda m: DGC(m.parameters(), DGCConfig(compress_ratio=0.1, num_batches_per_step=2)),
+        lambda m, g=None: DGC(
+            m.parameters(),
+            DGCConfig(compress_ratio=0.1, num_batches_per_step=2),
+            process_group=g,
+        ),
         0.0,
     ),
-    "ef-sgd": (lambda m: ErrorFeedback(m.parameters(), RandomK(0.2)), 0.9),
-    "signsgd": (lambda m: SignSGD(m.parameters(), SignSGDConfig(momentum=0.9)), 0.0),
+    "ef-sgd": (
+        lambda m, g=None: ErrorFeedback(m.parameters(), RandomK(0.2), process_group=g),
+        0.9,
+    ),
+    "signsgd": (
+        lambda m, g=None: SignSGD(m.parameters(), SignSGDConfig(momentum=0.9), process_group=g),
+        0.0,
+    ),
 }
 
 
@@ -207,9 +212,6 @@ RESUMED: dict[str, tuple[Callable[[nn.Module], Any], float]] = {
 def test_a_resumed_loop_is_the_same_to_the_bit(name: str, zero: bool) -> None:
     """Within a step of several batches, while the learning rate changes."""
     make, momentum = RESUMED[name]
-    take: Any = {"powersgd": optimizer_step, "dgc": dgc.optimizer_step}.get(
-        name, gradient_engine.optimizer_step
-    )
 
     def begun(seed: int, steps: range) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
         model = mlp(seed)
@@ -225,7 +227,7 @@ def test_a_resumed_loop_is_the_same_to_the_bit(name: str, zero: bool) -> None:
             if zero:
                 optimizer.zero_grad()
             loss(model, processes().rank, t).backward()
-            take(optimizer, aggregated)
+            optimizer_step(optimizer, aggregated)
 
     whole, resumed = begun(1, range(7)), begun(2, range(2))
     for restored, saved in zip(resumed, whole, strict=True):
@@ -234,6 +236,91 @@ def test_a_resumed_loop_is_the_same_to_the_bit(name: str, zero: bool) -> None:
     go_on(resumed, range(7, 12))
     assert torch.equal(numbers(whole[0]), numbers(resumed[0]))
     assert whole[2].bits == resumed[2].bits
+
+
+class Whole(Aggregator):
+    """One that sends nothing: this worker's gradients and errors, rounded to multiples of 1/16."""
+
+    def aggregate(self, gradients: Any) -> list[Tensor]:
+        means = [gradient.mul(16).round().div(16) for gradient in gradients]
+        torch._foreach_sub_(gradients, means)
+        return means
+
+
+def scaled_loop(
+    name: str, steps: Any, *, scaled: bool, clip: float | None = None, zero: bool = True
+) -> Tensor:
+    """The parameters after a loop with a GradScaler. The loss of process 1 overflows in step -1."""
+    unlisted = AllReduce() if name == "all-reduce" else Whole()
+    make, momentum = RESUMED.get(name, (lambda m: unlisted, 0.9))
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
+    aggregator = make(model)
+    scaler = torch.amp.GradScaler("cpu", enabled=scaled, init_scale=1024.0)
+    for t in steps:
+        if zero:
+            optimizer.zero_grad()
+        factor = torch.inf if t < 0 and processes().rank == 1 else 1.0
+        scaler.scale(factor * loss(model, processes().rank, abs(t))).backward()
+        scaler.unscale_(optimizer)
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        own = [p.grad for p in model.parameters()]
+        optimizer_step(optimizer, aggregator, scaler)
+        scaler.update()
+        assert all(p.grad is grad for p, grad in zip(model.parameters(), own, strict=True))
+    return numbers(model)
+
+
+@pytest.mark.parametrize("name", [*RESUMED, "one of your own"])
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_gradients_may_be_scaled_clipped_and_cleared(name: str, clip: float | None) -> None:
+    """Between steps, p.grad has the gradients alone: what changes them leaves the errors."""
+    expected = scaled_loop(name, range(8), scaled=False, clip=clip)
+    assert (expected - numbers(mlp())).norm() > 0.01
+    for scaled in (False, True):
+        for zero in (False, True):
+            found = scaled_loop(name, range(8), scaled=scaled, clip=clip, zero=zero)
+            assert (found - expected).norm() < 1e-5 * expected.norm(), (scaled, zero)
+
+
+@pytest.mark.parallel([2])
+@pytest.mark.parametrize("name", [*RESUMED, "all-reduce"])
+def test_a_step_that_overflows_in_one_process_is_left_out_in_all(name: str) -> None:
+    """Parameters, errors and momentum are those of the loop without it."""
+    found = scaled_loop(name, [0, 1, 2, -1, 3, 4, 5], scaled=True, clip=1.0, zero=False)
+    assert torch.equal(found, scaled_loop(name, range(6), scaled=True, clip=1.0))
+    assert torch.equal(*processes().gather(found))
+
+
+@pytest.mark.parallel([2])
+@pytest.mark.parametrize("name", [*RESUMED, "gossip", "averager"])
+def test_a_state_is_that_of_a_worker_among_as_many(name: str) -> None:
+    """It is no other worker's, as in a file that process 0 alone has written."""
+    who = processes()
+
+    def made(group: Any = None) -> Any:
+        model = mlp()
+        if name == "gossip":
+            return gossip_of(model, group)
+        if name == "averager":
+            averager = GossipModelAverager("power-gossip", process_group=group)
+            averager.average_parameters(model.parameters())
+            return averager
+        return RESUMED[name][0](model, group)
+
+    own = made()
+    state = copy.deepcopy(own.state_dict())
+    for other, message in (
+        (who.gather(state)[1 - who.rank], rf"worker={1 - who.rank} \(here {who.rank}\)"),
+        (made(ALONE).state_dict(), r"n_workers=1 \(here 2\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            own.load_state_dict(other)
+        assert str(own.state_dict()) == str(state)
+    own.load_state_dict(state)
+    if name in RESUMED:  # states of version 1.0.0
+        own.load_state_dict({k: v for k, v in state.items() if k not in ("worker", "n_workers")})
 
 
 def test_a_group_beside_a_network_is_rejected() -> None:
