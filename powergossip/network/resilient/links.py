@@ -360,4 +360,16 @@ class Links:
 
     def end_alone(self) -> None:
         """End only this process on an uncaught exception, see exits.end_alone."""
-        exits.end_alone(self.process, self.group, self.end_others)
+        exits.end_alone(self.process, self.group, self.end_others, self._others_live)
+
+    def _others_live(self) -> bool:
+        """Whether others go on. The first process waits a while: all may end for one reason."""
+        if self._survivors.waits:
+            return True
+        since, peers = time.monotonic(), self._peers
+        while others := peers.alive - peers.wire.lost - {self.process}:
+            if self.process > min(others) or time.monotonic() - since > _GRACE:
+                break
+            peers.wire.receive()
+            time.sleep(0.01)
+        return bool(others)
