@@ -14,6 +14,7 @@ from powergossip.errors import BadInput
 T = TypeVar("T")
 
 TOKEN = 32767  # the tag of checked barriers. MPI guarantees tags up to this one
+LONGEST = 2**30  # bytes of a message. Longer ones are split: MPI counts to 2**31 − 1
 
 
 class Requests(Protocol):
@@ -31,6 +32,23 @@ class Requests(Protocol):
 
 # Rows of tensors for, or from, other processes: (rank, tensor).
 Pieces = Sequence[tuple[int, Tensor]]
+
+
+def in_parts(rows: Tensor, together: int = 1) -> Sequence[Tensor]:
+    """The bytes of contiguous rows in messages of at most LONGEST bytes, none for empty rows.
+
+    Args:
+        together: Number of messages of the same length in an operation.
+    """
+    assert rows.is_contiguous(), "a message must be contiguous"
+    octets = rows.detach().view(-1).view(torch.uint8)
+    return octets.split(max(1, LONGEST // together)) if octets.numel() else ()
+
+
+def bytes_of(array: np.ndarray) -> Tensor:
+    """The memory of an array."""
+    assert array.flags.c_contiguous
+    return torch.from_numpy(array.reshape(-1).view(np.uint8))
 
 
 class Channel(Protocol):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from powergossip import exits
+from powergossip.network.processes import LONGEST
 from powergossip.network.resilient import spawning
 from powergossip.network.resilient.collectives import LiveProcesses
 from powergossip.network.resilient.failure_detector import DATA, NOTE, Peers
@@ -50,7 +51,7 @@ class Links:
         communicator: Any,
         homes: Sequence[int],
         worker_timeout: float = 30.0,
-        longest: int = 2**30,
+        longest: int = LONGEST,
     ):
         """All processes of the communicator (mpi4py) call it.
 
