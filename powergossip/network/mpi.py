@@ -123,11 +123,15 @@ class MPIProcesses(Processes):
     def finalize(self) -> None:
         from mpi4py import MPI
 
-        MPI.Finalize()
+        if not MPI.Is_finalized():
+            MPI.Finalize()
 
     def end(self, code: int) -> NoReturn:
-        self.communicator.Abort(code)
-        os._exit(code)  # not reached
+        from mpi4py import MPI
+
+        if not MPI.Is_finalized():
+            self.communicator.Abort(code)
+        os._exit(code)  # not reached before the program's own MPI_Finalize
 
 
 def world() -> MPIProcesses | None:
@@ -225,7 +229,9 @@ class _Persistent:
 
 
 def _free(requests: list[Any]) -> None:
-    for request in requests:
+    from mpi4py import MPI
+
+    for request in () if MPI.Is_finalized() else requests:
         request.Free()
 
 

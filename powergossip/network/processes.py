@@ -3,12 +3,13 @@
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from powergossip import launcher
 from powergossip.errors import BadInput
 
 T = TypeVar("T")
@@ -229,6 +230,23 @@ class Processes:
     def end(self, code: int) -> NoReturn:
         """End this process at once, and with it the others. `code` is the exit code."""
         os._exit(code)
+
+
+class ChildProcess(Processes):
+    """A child of one of several processes, with its rank and size, and without a connection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rank, self.size, self.local_rank, self.local_size = launcher.place()
+
+    def _reject(self, *_: Any, **__: Any) -> NoReturn:
+        raise BadInput(
+            f"a child of process {self.rank}, such as a worker of a data loader, has communicated: "
+            "use rank and size only, or start the child without the launcher's variables"
+        )
+
+    gather = broadcast = gather_arrays = broadcast_array = _reject
+    start_max = channel = checked_barrier = _reject
 
 
 def cores() -> set[int]:
