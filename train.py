@@ -95,6 +95,7 @@ def main(arguments: list[str] | None = None) -> Path:
         config, Config, arguments, output_dir, description, notes, given
     )
 
+    from powergossip.exits import exit_is_an_error
     from powergossip.network import torch_kept
     from powergossip.training import recorder
     from powergossip.training.measurements import Hooks
@@ -106,7 +107,7 @@ def main(arguments: list[str] | None = None) -> Path:
         log_info=lambda facts: log_info(facts),
         log_runtime=lambda *phase: log_runtime(*phase),
     )
-    with torch_kept():
+    with torch_kept(), exit_is_an_error():
         run = begin(request)
         if run.config.evaluate_only:
             recorder.evaluate(run, hooks)

@@ -8,13 +8,14 @@ import stat
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn, Protocol
 
 from powergossip import launcher, ulfm
-from powergossip.errors import BadInput, Dropped, PeerLost, Signaled, Stopped
+from powergossip.errors import BadInput, PeerLost, Signaled, Stopped
 
 
 class Group(Protocol):
@@ -102,18 +103,25 @@ def end_together(found: Group) -> None:
     sys.excepthook = hook
 
 
-def end_alone(process: int, group: Group, end_others: Callable[[], None]) -> None:
+def end_alone(
+    process: int,
+    group: Group,
+    end_others: Callable[[], None],
+    others_live: Callable[[], bool],
+) -> None:
     """End only this process on an uncaught exception: the others lose it and go on.
 
     MPI is not finalized, because Open MPI may wait for a lost process there. The exit code of
-    mpirun is that of the first process which ends with one other than 0. Processes that were
-    dropped therefore end by SIGKILL, which mpirun disregards with ULFM: the run is not a failure.
+    mpirun is that of the first process which ends with one other than 0. mpirun counts such a
+    process twice, and ends the others once it has counted as many as there were. While others
+    live, a process therefore ends by SIGKILL, which mpirun counts once with ULFM.
     An exception that is in all processes is reported by the first of them.
 
     Args:
         process: Index of this process.
         group: The processes that are left.
         end_others: Function that ends the processes of this host that are no part of the run.
+        others_live: Function that returns whether other processes go on.
     """
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -127,7 +135,7 @@ def end_alone(process: int, group: Group, end_others: Callable[[], None]) -> Non
         else:
             text = "".join(traceback.format_exception(kind, error, trace))
             print(f"\nprocess {process} failed:\n{text}", file=sys.stderr, flush=True)
-        if isinstance(error, Dropped):
+        if not (everywhere or isinstance(error, Signaled)) and others_live():
             end_silently()
         code = code_of(error)
         if everywhere:
@@ -151,6 +159,21 @@ def are_up_to_the_hook(error: BadInput | Stopped, several: bool) -> bool:
         several: Whether the run has several processes.
     """
     return _alone or (several and isinstance(error, Stopped) and not error.in_all_processes)
+
+
+@contextmanager
+def exit_is_an_error() -> Iterator[None]:
+    """Turn a call of sys.exit in one of several processes into an error.
+
+    Python would not call `sys.excepthook`, and MPI would wait for the others in MPI_Finalize.
+    """
+    try:
+        yield
+    except SystemExit as error:
+        if _connected is None or not are_several():
+            raise
+        text = f"process {_connected.rank} has called sys.exit({error.code}) before the end"
+        raise Stopped(text) from error
 
 
 def end_silently() -> None:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from powergossip import exits, kernels, launcher, ulfm
 from powergossip.errors import BadInput
-from powergossip.network.processes import Processes
+from powergossip.network.processes import ChildProcess, Processes
 
 BACKENDS = ("auto", "mpi", "gloo", "nccl")
 
@@ -23,6 +23,9 @@ def processes(
     """The processes of this run. The first call finds them, and connects them if they are several.
 
     An uncaught exception in one of several processes then ends them all.
+
+    In a child of one of several processes, such as a worker of a data loader, these have its rank
+    and size, and cannot communicate.
 
     Args:
         backend: mpi, gloo, nccl, or auto for the first of torch.distributed if torchrun has started
@@ -43,9 +46,12 @@ def processes(
         except BadInput:
             sys.excepthook = _reject
             raise
+        if isinstance(_found, ChildProcess):
+            return _found
         exits.connect(_found)
         _found.set_threads()
         if _found.size > 1:
+            launcher.connected()
             exits.end_together(_found)
             kernels.agree(_found)
     elif backend != "auto" and _found.size > 1 and (backend == "mpi") != _found.is_mpi:
@@ -134,6 +140,8 @@ def processes_of_replicas(group: dist.ProcessGroup, shards: dist.ProcessGroup) -
 def _find(backend: str, file: str | None, rank: int, size: int) -> Processes:
     if backend not in BACKENDS:
         raise BadInput(f"distributed_backend={backend}: use {', '.join(BACKENDS)}")
+    if launcher.is_inherited() and not dist.is_initialized():
+        return ChildProcess()
     torchrun = launcher.TORCHRUN in os.environ
     found: Processes | None
     if backend in ("gloo", "nccl"):

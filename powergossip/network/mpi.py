@@ -11,7 +11,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from powergossip.network.processes import TOKEN, Pieces, Processes, Requests, cores
+from powergossip.network.processes import (
+    TOKEN,
+    Pieces,
+    Processes,
+    Requests,
+    bytes_of,
+    cores,
+    in_parts,
+)
 
 T = TypeVar("T")
 
@@ -49,14 +57,19 @@ class MPIProcesses(Processes):
 
     def gather_arrays(self, array: np.ndarray) -> np.ndarray:
         self._gather_all()
-        gathered = np.empty((self.size, *array.shape), dtype=array.dtype)
-        self.communicator.Allgather(np.ascontiguousarray(array), gathered)
-        return gathered
+        gathered = np.empty((self.size, array.nbytes), dtype=np.uint8)
+        done = 0
+        for part in in_parts(bytes_of(np.ascontiguousarray(array)), self.size):
+            found = np.empty((self.size, part.numel()), dtype=np.uint8)
+            self.communicator.Allgather(part.numpy(), found)
+            gathered[:, done : done + part.numel()] = found
+            done += part.numel()
+        return gathered.view(array.dtype).reshape(self.size, *array.shape)
 
     def broadcast_array(self, array: np.ndarray) -> None:
-        assert array.flags.c_contiguous
         self._gather_all()
-        self.communicator.Bcast(array)
+        for part in in_parts(bytes_of(array)):
+            self.communicator.Bcast(part.numpy())
 
     def start_max(self, values: np.ndarray) -> Callable[[], np.ndarray]:
         from mpi4py import MPI
@@ -110,11 +123,15 @@ class MPIProcesses(Processes):
     def finalize(self) -> None:
         from mpi4py import MPI
 
-        MPI.Finalize()
+        if not MPI.Is_finalized():
+            MPI.Finalize()
 
     def end(self, code: int) -> NoReturn:
-        self.communicator.Abort(code)
-        os._exit(code)  # not reached
+        from mpi4py import MPI
+
+        if not MPI.Is_finalized():
+            self.communicator.Abort(code)
+        os._exit(code)  # not reached before the program's own MPI_Finalize
 
 
 def world() -> MPIProcesses | None:
@@ -139,8 +156,8 @@ class MPIChannel:
         kind = _Immediate if once else _Persistent
         return kind(
             self._communicator,
-            [(process, _memory(rows)) for process, rows in incoming],
-            [(process, _memory(rows)) for process, rows in outgoing],
+            [(process, part) for process, rows in incoming for part in _memory(rows)],
+            [(process, part) for process, rows in outgoing for part in _memory(rows)],
             tag,
             self._wait_all,
         )
@@ -212,7 +229,9 @@ class _Persistent:
 
 
 def _free(requests: list[Any]) -> None:
-    for request in requests:
+    from mpi4py import MPI
+
+    for request in () if MPI.Is_finalized() else requests:
         request.Free()
 
 
@@ -263,12 +282,13 @@ class _AllReduce:
             raise ValueError('all_reduce=native: MPI has no bfloat16, use "own"')
         datatype = MPI.Datatype.fromcode(torch.zeros(0, dtype=tensor.dtype).numpy().dtype.char)
         self._communicator = communicator
-        self._message = [_memory(tensor), tensor.numel(), datatype]
+        self._messages = [[part, datatype] for part in _memory(tensor)]
 
     def start(self) -> None:
         from mpi4py import MPI
 
-        self._communicator.Allreduce(MPI.IN_PLACE, self._message)
+        for message in self._messages:
+            self._communicator.Allreduce(MPI.IN_PLACE, message)
 
     def test(self) -> bool:
         return True
@@ -277,22 +297,9 @@ class _AllReduce:
         pass
 
 
-_LONGEST = 2**31 - 1  # bytes
-
-
-def _memory(rows: Tensor) -> Any:
-    """The memory of rows as bytes for MPI, without a copy, whatever their dtype.
-
-    Raises ValueError for a message beyond MPI's limit.
-    """
-    assert rows.is_contiguous(), "a message must be contiguous"
-    if rows.nbytes > _LONGEST:
-        raise ValueError(
-            f"a message of {rows.nbytes} bytes exceeds MPI's limit of {_LONGEST} bytes; "
-            f"send fewer elements at a time"
-        )
-    octets = rows.detach().view(-1).view(torch.uint8)
-    return octets if octets.is_cuda else octets.numpy()
+def _memory(rows: Tensor) -> list[Any]:
+    """The memory of rows as bytes for messages of MPI, without a copy, whatever their dtype."""
+    return [part if part.is_cuda else part.numpy() for part in in_parts(rows)]
 
 
 def cuda_aware_mpi() -> bool | None:

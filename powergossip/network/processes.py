@@ -3,17 +3,19 @@
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from powergossip import launcher
 from powergossip.errors import BadInput
 
 T = TypeVar("T")
 
 TOKEN = 32767  # the tag of checked barriers. MPI guarantees tags up to this one
+LONGEST = 2**30  # bytes of a message. Longer ones are split: MPI counts to 2**31 − 1
 
 
 class Requests(Protocol):
@@ -31,6 +33,23 @@ class Requests(Protocol):
 
 # Rows of tensors for, or from, other processes: (rank, tensor).
 Pieces = Sequence[tuple[int, Tensor]]
+
+
+def in_parts(rows: Tensor, together: int = 1) -> Sequence[Tensor]:
+    """The bytes of contiguous rows in messages of at most LONGEST bytes, none for empty rows.
+
+    Args:
+        together: Number of messages of the same length in an operation.
+    """
+    assert rows.is_contiguous(), "a message must be contiguous"
+    octets = rows.detach().view(-1).view(torch.uint8)
+    return octets.split(max(1, LONGEST // together)) if octets.numel() else ()
+
+
+def bytes_of(array: np.ndarray) -> Tensor:
+    """The memory of an array."""
+    assert array.flags.c_contiguous
+    return torch.from_numpy(array.reshape(-1).view(np.uint8))
 
 
 class Channel(Protocol):
@@ -211,6 +230,23 @@ class Processes:
     def end(self, code: int) -> NoReturn:
         """End this process at once, and with it the others. `code` is the exit code."""
         os._exit(code)
+
+
+class ChildProcess(Processes):
+    """A child of one of several processes, with its rank and size, and without a connection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rank, self.size, self.local_rank, self.local_size = launcher.place()
+
+    def _reject(self, *_: Any, **__: Any) -> NoReturn:
+        raise BadInput(
+            f"a child of process {self.rank}, such as a worker of a data loader, has communicated: "
+            "use rank and size only, or start the child without the launcher's variables"
+        )
+
+    gather = broadcast = gather_arrays = broadcast_array = _reject
+    start_max = channel = checked_barrier = _reject
 
 
 def cores() -> set[int]:

@@ -35,7 +35,7 @@ from tests.harness.quadratics import Quadratics
         pytest.param("accelerated", "a2cid2", True, marks=pytest.mark.slow),
     ],
 )
-def test_new_processes_take_the_place_of_killed_ones(method, gossip, again, tmp_path):
+def test_new_processes_take_the_place_of_lost_ones(method, gossip, again, tmp_path):
     folder = tmp_path / "run"
     with_statistics = {"task_architecture": "tests.harness.asynchronous:normalized"}
     methods = {
@@ -45,7 +45,7 @@ def test_new_processes_take_the_place_of_killed_ones(method, gossip, again, tmp_
     }
     values = {**methods[method], "gossip": gossip, "num_epochs": 6, "record_order": True}
     values |= {"on_worker_loss": "replace", "checkpoint_interval": 1}
-    plan: dict[str, Any] = {"kill": {"0": 5}, "wait": [8]}
+    plan: dict[str, Any] = {"error": {"0": 5}, "wait": [8]}
     if again:
         values["num_epochs"] = 12
         plan = {"kill": {"0": 5}, "wait": list(range(8, 48)), "again": 3}

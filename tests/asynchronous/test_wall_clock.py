@@ -119,19 +119,22 @@ def number_of_workers(folder: Path, again: tuple[int, ...] = ()) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("method", "gossip"),
+    ("method", "gossip", "ends"),
     [
-        ("power", "synchronous"),
-        pytest.param("sign", "bounded", marks=pytest.mark.slow),
-        pytest.param("duals", "asynchronous", marks=pytest.mark.slow),
-        pytest.param("momentum", "synchronous", marks=pytest.mark.slow),
-        pytest.param("tracking", "bounded", marks=pytest.mark.slow),
+        ("power", "synchronous", ("error", "exit")),
+        pytest.param("sign", "bounded", ("kill", "kill"), marks=pytest.mark.slow),
+        pytest.param("duals", "asynchronous", ("error", "kill"), marks=pytest.mark.slow),
+        pytest.param("momentum", "synchronous", ("kill", "kill"), marks=pytest.mark.slow),
+        pytest.param("tracking", "bounded", ("exit", "error"), marks=pytest.mark.slow),
     ],
 )
-def test_a_run_goes_on_without_killed_processes_and_can_be_replayed(method, gossip, tmp_path):
+def test_a_run_goes_on_without_lost_processes_and_can_be_replayed(method, gossip, ends, tmp_path):
     values = {**METHODS[method], "gossip": gossip, "num_epochs": 4, "record_order": True}
     values |= {"use_decentralized_data": True, "data_of_lost": "redistributed"}
-    rows = failing({"kill": {"0": 5, "2": 9}}, tmp_path / "run", code=LOST, **values)
+    plan: dict[str, dict[str, int]] = {}
+    for end, at in zip(ends, ({"0": 5}, {"2": 9}), strict=True):
+        plan[end] = plan.get(end, {}) | at
+    rows = [row for row in failing(plan, tmp_path / "run", code=LOST, **values) if "digest" in row]
     assert sorted(row["process"] for row in rows) == [1, 3]
     counts = number_of_workers(tmp_path / "run")
     assert counts == sorted(counts, reverse=True)

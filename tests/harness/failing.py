@@ -15,7 +15,8 @@ PLAN is JSON with these keys, all of them optional:
     early   # replacements before they join: kill, they kill themselves. hang: they sleep for ever
 
 At a point, a process sends itself a signal, or with `launcher` mpirun, `after` seconds later. With
-SIGSTOP it continues after `seconds`, and with SLOW in place of a signal it sleeps for that time.
+SIGSTOP it continues after `seconds`. In place of a signal, SLOW lets it sleep for that time, ERROR
+raises an exception and EXIT calls sys.exit(3), both at once.
 Points, of which `count` is the one with that index:
 
     begin     the Trainer is made. made: it has been made
@@ -29,8 +30,9 @@ Points, of which `count` is the one with that index:
     row       a row of measurements, from 1. With SIGKILL half of it is written
     end       the last block of a run. figure: its figure
 
-For short: {"kill": {process: step}, "stop": {process: [step, seconds]}, "save": process}, where the
-last one is killed in the second checkpoint. Processes that are left print a row in JSON with
+For short: {"kill": {process: step}, "error": {process: step}, "exit": {process: step},
+"stop": {process: [step, seconds]}, "save": process}, where the last one is killed in the second
+checkpoint. Processes that are left print a row in JSON with
 digests of their models, or with the error.
 """
 
@@ -76,8 +78,10 @@ late = 0  # exchanges
 
 def events() -> list[dict[str, Any]]:
     listed = list(plan.get("events", ()))
-    for key, step in plan.get("kill", {}).items():
-        listed.append({"process": int(key), "point": "step", "count": step, "signal": "SIGKILL"})
+    for kind, signal_name in (("kill", "SIGKILL"), ("error", "ERROR"), ("exit", "EXIT")):
+        for key, step in plan.get(kind, {}).items():
+            event = {"process": int(key), "point": "step", "count": step}
+            listed.append(event | {"signal": signal_name})
     for key, (step, seconds) in plan.get("stop", {}).items():
         event = {"process": int(key), "point": "step", "count": step, "signal": "SIGSTOP"}
         listed.append(event | {"seconds": seconds})
@@ -108,6 +112,10 @@ def happen(event: dict[str, Any]) -> None:
     if event["signal"] == "SLOW":
         time.sleep(event["seconds"])
         return
+    if event["signal"] == "ERROR":
+        raise RuntimeError("an error of one process")
+    if event["signal"] == "EXIT":
+        sys.exit(3)
     number = signal.Signals[event["signal"]]
     if number == signal.SIGSTOP:
         subprocess.Popen(["sh", "-c", f"sleep {event['seconds']}; kill -CONT {pid}"])

@@ -244,6 +244,7 @@ def _churn(d: _Draws, n: int, seconds: float, time: Any) -> dict[str, Any]:
 
 # --- Real processes ---
 
+ERRORS = ("ERROR", "EXIT")  # ends of a process that are no signals
 _TIMEOUTS = (2.5, 20.0)  # values of worker_timeout, in seconds
 
 
@@ -344,7 +345,7 @@ def _failures(
         points += ["load", "made", "end", "figure"]
         points += ["begin"] if d.chance(0.3) else []
         point = d.one_of(*points)
-        after = d.number(0.001, 0.05) if d.chance(0.3) else 0.0
+        after = d.number(0.001, 0.05) if d.chance(0.3) and signal not in ERRORS else 0.0
         event = {"process": process, "point": point, "count": count[point]}
         return event | {"after": after, "signal": signal}
 
@@ -352,7 +353,8 @@ def _failures(
     if d.chance(0.3):
         order.sort()  # process 0 first
     kills = min(size - 1, d.one_of(0, 0, 1, 1, 1, 2, 2, 4))
-    found = [moment(process, "SIGKILL") for process in order[:kills]]
+    ends = ("SIGKILL", *(ERRORS if values.get("on_worker_loss", "end") != "end" else ()))
+    found = [moment(process, d.one_of(*ends)) for process in order[:kills]]
     if d.chance(0.25):
         timeout = values.get("worker_timeout", 20.0)
         seconds = timeout + d.number(1.0, 2.0) if timeout < 5 and d.chance(0.5) else None

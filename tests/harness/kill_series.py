@@ -6,7 +6,8 @@
 
 A run has 10 epochs of 12 steps. Processes are killed by SIGKILL up to 30 ms after a random step of
 theirs, or at other moments. Undisturbed runs have as many workers as survive, the same number of
-steps, and all data. A run is kept as FOLDER/CASE/SEED.json, so that the series can be continued.
+steps, and all data. In some cases an exception takes the place of SIGKILL. A run is kept as
+FOLDER/CASE/SEED.json, so that the series can be continued.
 """
 
 import argparse
@@ -44,6 +45,7 @@ class Series:
 
     processes: int = 8
     kills: int = 0
+    end: str = "SIGKILL"  # signal of failing.py
     stop: float = 0.0  # seconds
     data_of_lost: str = "left"
     reference: str | None = None
@@ -65,8 +67,11 @@ CASES = {
     "8 workers": Series(),
     "7 workers": Series(processes=7),
     "6 workers": Series(processes=6),
+    "4 workers": Series(processes=4),
     "kill 1": Series(kills=1, reference="7 workers"),
     "kill 2": Series(kills=2, reference="6 workers"),
+    "error 1 of 2": Series(processes=2, kills=1, end="ERROR"),
+    "error 4": Series(kills=4, end="ERROR", reference="4 workers"),
     "kill 1, redistributed": Series(kills=1, data_of_lost="redistributed", reference="7 workers"),
     "kill 2, redistributed": Series(kills=2, data_of_lost="redistributed", reference="6 workers"),
     "kill 1, other moments": Series(kills=1, reference="7 workers", at=MOMENTS),
@@ -94,8 +99,8 @@ def plan_of(series: Series, seed: int) -> dict[str, Any]:
             "process": victim,
             "point": "step",
             "count": int(random.integers(1, EPOCHS * STEPS - 1)),
-            "after": round(float(random.uniform(0.001, 0.03)), 4),
-            "signal": "SIGKILL",
+            "after": round(float(random.uniform(0.001, 0.03)), 4) * (series.end == "SIGKILL"),
+            "signal": series.end,
         }
         for victim in victims[: series.kills]
     ]
@@ -157,7 +162,7 @@ def measured(
     epochs = 1 if series.stop else EPOCHS
     workers = rows[rows["name"] == "workers"]
     entries = event_log.read(folder / "order.jsonl")
-    killed = [event["process"] for event in plan["events"] if event["signal"] == "SIGKILL"]
+    killed = [event["process"] for event in plan["events"] if event["signal"] != "SIGSTOP"]
     found: dict[str, Any] = {
         "accuracy": float(tested["value"].iloc[-1]),
         "survivors": sorted(row["process"] for row in ends),

@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import SGD
 
-from powergossip import topologies
+from powergossip import algorithms, topologies
 from powergossip.errors import BadInput
 from powergossip.network import (
     Conversation,
@@ -31,6 +32,10 @@ from powergossip.network import (
 from powergossip.network.counter import Counter
 from powergossip.network.device_channel import Connection
 from powergossip.network.posting import Delivery
+from powergossip.network.processes import in_parts
+from powergossip.optimizers import GossipOptimizer
+from powergossip.parameters import Layout
+from tests.harness.averaging import EVERY, SHAPES, start, steps
 
 TOPOLOGIES = ["ring", "star", "chain", "unidirectional-ring", "exponential", "fully-connected"]
 TIME_VARYING = ["one-peer-exponential", "base-graph", "random-matching", "epidemic", "round-robin"]
@@ -524,19 +529,39 @@ def test_devices() -> None:
             choose_device("cuda:0", 0)
 
 
-@pytest.mark.parallel(2)
-def test_a_message_too_long_for_mpi_is_rejected_in_all_processes() -> None:
-    """Memory that is never written takes no space."""
-    if processes().transport != "mpi":
-        pytest.skip("the limit is that of messages by MPI")
-    network = Network(topologies.make("ring", 2))
-    x = torch.empty(1, 2**31, dtype=torch.uint8)
+@pytest.mark.parallel([2, 4])
+def test_long_messages_are_split_and_the_bits_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By every averaging rule, in all collective operations, and at the start of an optimizer."""
+    comm, layout = processes(), Layout(SHAPES)
 
-    def conversation() -> Conversation:
-        yield ToAll(x)
+    def results() -> list[Tensor]:
+        found = []
+        for name, options in EVERY:
+            network = Network(topologies.make("ring", comm.size))
+            x = start(comm.size, layout)[comm.rank :][:1].clone()
+            rule = algorithms.make(name, network, layout, options)
+            found += [steps(network, rule, x, 3), network.gather(x), network.mean(x)]
+            found.append(torch.tensor(network.bits))
+        for pieces in (torch.arange(50.0 * comm.rank), torch.arange(0.0)):
+            network.run(gathering(pieces, found))
+        native = Network(topologies.make("ring", comm.size), all_reduce="native")
+        found.append(native.mean(torch.arange(60.0)[None] + comm.rank))
+        weight = nn.Parameter(torch.full((9, 7), float(comm.rank)))
+        GossipOptimizer(SGD([weight], lr=0.1), "power-gossip")
+        array = np.arange(99, dtype=np.int16).reshape(3, 33) + comm.rank
+        gathered = comm.gather_arrays(array.T)
+        assert gathered.shape == (comm.size, 33, 3)
+        comm.broadcast_array(array)
+        return [*found, weight.detach(), torch.from_numpy(gathered), torch.from_numpy(array)]
 
-    with pytest.raises(ValueError, match="message of 2147483648 bytes"):
-        network.run(conversation())
+    def gathering(piece: Tensor, found: list[Tensor]) -> Conversation:
+        found += yield Gather([piece])
+
+    whole = results()
+    monkeypatch.setitem(in_parts.__globals__, "LONGEST", 56)
+    parts = results()
+    assert all(map(torch.equal, whole, parts))
+    assert torch.equal(whole[-3], torch.zeros(9, 7))
 
 
 @pytest.mark.parallel([2])

@@ -34,6 +34,7 @@ from powergossip.network import (
 from powergossip.network import (
     launch as launching,
 )
+from powergossip.network.processes import in_parts
 from powergossip.network.torch import channels
 from powergossip.network.torch.channels import GlooChannel, NCCLChannel, Waiters
 from powergossip.network.torch.processes import GroupProcesses
@@ -416,7 +417,7 @@ def test_batches_have_one_global_order(
 
     Long messages are split, and empty ones are left out.
     """
-    monkeypatch.setattr(channels, "LONGEST", 3)  # bytes, less than an element
+    monkeypatch.setitem(in_parts.__globals__, "LONGEST", 3)  # bytes, less than an element
     comm, cpu = group_of_all(), torch.device("cpu")
     channel: Any = GlooChannel(comm.gloo, direct=True, in_order=True)
     if kind == "nccl":

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from powergossip import exits
+from powergossip.network.processes import LONGEST
 from powergossip.network.resilient import spawning
 from powergossip.network.resilient.collectives import LiveProcesses
 from powergossip.network.resilient.failure_detector import DATA, NOTE, Peers
@@ -50,7 +51,7 @@ class Links:
         communicator: Any,
         homes: Sequence[int],
         worker_timeout: float = 30.0,
-        longest: int = 2**30,
+        longest: int = LONGEST,
     ):
         """All processes of the communicator (mpi4py) call it.
 
@@ -360,4 +361,16 @@ class Links:
 
     def end_alone(self) -> None:
         """End only this process on an uncaught exception, see exits.end_alone."""
-        exits.end_alone(self.process, self.group, self.end_others)
+        exits.end_alone(self.process, self.group, self.end_others, self._others_live)
+
+    def _others_live(self) -> bool:
+        """Whether others go on. The first process waits a while: all may end for one reason."""
+        if self._survivors.waits:
+            return True
+        since, peers = time.monotonic(), self._peers
+        while others := peers.alive - peers.wire.lost - {self.process}:
+            if self.process > min(others) or time.monotonic() - since > _GRACE:
+                break
+            peers.wire.receive()
+            time.sleep(0.01)
+        return bool(others)

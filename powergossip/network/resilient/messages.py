@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from powergossip import ulfm
+from powergossip.network.processes import LONGEST
 
 _TAG = 1
-_LONGEST = 2**30  # bytes of one MPI message. Longer ones are sent in several
 _HEADER = struct.Struct("<iii4xqq")  # kind, i, j, k, bytes of the payload
 
 Payload = bytes | bytearray | memoryview | np.ndarray | Tensor
@@ -94,7 +94,7 @@ class Wire:
     """
 
     def __init__(
-        self, communicator: Any, own: int, ranks: Mapping[int, int], longest: int = _LONGEST
+        self, communicator: Any, own: int, ranks: Mapping[int, int], longest: int = LONGEST
     ):
         """`ranks` maps indices of processes to ranks. All processes of the communicator call it."""
         from mpi4py import MPI

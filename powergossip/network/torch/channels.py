@@ -27,9 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from powergossip.errors import PeerLost
-from powergossip.network.processes import Pieces, Requests
-
-LONGEST = 2**30  # bytes of a message
+from powergossip.network.processes import Pieces, Requests, in_parts
 
 
 class Octets:
@@ -54,12 +52,7 @@ def _sizes(messages: Sequence[tuple[list[Tensor], int]]) -> dict[int, int]:
 
 def _split(pieces: Pieces) -> list[tuple[list[Tensor], int]]:
     """([bytes], process) for each message."""
-    messages: list[tuple[list[Tensor], int]] = []
-    for process, rows in pieces:
-        assert rows.is_contiguous(), "a message must be contiguous"
-        octets = rows.detach().view(-1).view(torch.uint8)
-        messages += [([part], process) for part in octets.split(LONGEST) if part.numel()]
-    return messages
+    return [([part], process) for process, rows in pieces for part in in_parts(rows)]
 
 
 class GlooChannel:

@@ -17,10 +17,9 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from powergossip.errors import BadInput
-from powergossip.network.processes import TOKEN, Processes, cores
+from powergossip.network.processes import TOKEN, Processes, bytes_of, cores
 from powergossip.network.torch.channels import (
     GlooChannel,
     GlooGroup,
@@ -127,15 +126,15 @@ class GroupProcesses(Processes):
     def gather_arrays(self, array: np.ndarray) -> np.ndarray:
         gathered = np.empty((self.size, *array.shape), dtype=array.dtype)
         if array.size:
-            outputs = [_bytes_of(row) for row in gathered]
+            outputs = [bytes_of(row) for row in gathered]
             with connected():
-                self.gloo.group.allgather([outputs], [_bytes_of(array.copy())]).wait()
+                self.gloo.group.allgather([outputs], [bytes_of(array.copy())]).wait()
         return gathered
 
     def broadcast_array(self, array: np.ndarray) -> None:
         if array.size:
             with connected():
-                self.gloo.group.broadcast([_bytes_of(array)], dist.BroadcastOptions()).wait()
+                self.gloo.group.broadcast([bytes_of(array)], dist.BroadcastOptions()).wait()
 
     def start_max(self, values: np.ndarray) -> Callable[[], np.ndarray]:
         maximum, options = torch.from_numpy(values.copy()), dist.AllreduceOptions()
@@ -310,9 +309,3 @@ def _host() -> tuple[str, str]:
     except OSError:
         boot = ""
     return socket.gethostname(), boot
-
-
-def _bytes_of(array: np.ndarray) -> Tensor:
-    """The memory of an array."""
-    assert array.flags.c_contiguous
-    return torch.from_numpy(array.reshape(-1).view(np.uint8))

@@ -1,0 +1,103 @@
+"""Children of connected processes: workers of a data loader, of an executor, other programs."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.harness import launch
+
+# The page on training loops has processes() at the top of a program: children execute it again.
+CHILDREN = """
+import json, multiprocessing, subprocess, sys
+from concurrent.futures import ProcessPoolExecutor
+from powergossip.network import processes
+
+who = processes()
+
+def seen():
+    mine = processes()
+    try:
+        mine.gather(None)
+        return "has communicated"
+    except ValueError as error:
+        return mine.rank, mine.size, mine.local_rank, mine.local_size, str(error)
+
+if __name__ == "__main__":
+    rows = {}
+    for method in sys.argv[1:]:
+        if method == "subprocess":
+            program = "import json, children; print(json.dumps(children.seen()))"
+            rows[method] = json.loads(subprocess.check_output([sys.executable, "-c", program]))
+            continue
+        context = multiprocessing.get_context(method)
+        with ProcessPoolExecutor(1, mp_context=context) as pool:
+            rows[method] = pool.submit(seen).result()
+    everywhere = who.gather(rows)
+    if who.rank == 0:
+        print(json.dumps(everywhere))
+"""
+
+
+@pytest.mark.parametrize(
+    ("launcher", "methods"),
+    [
+        ("mpirun", ("spawn", "subprocess")),
+        pytest.param("mpirun", ("forkserver",), marks=pytest.mark.slow),
+        pytest.param("torchrun", ("spawn", "forkserver", "subprocess"), marks=pytest.mark.slow),
+    ],
+)
+def test_children_have_the_rank_and_cannot_communicate(
+    launcher: str, methods: tuple[str, ...], tmp_path: Path
+) -> None:
+    (tmp_path / "children.py").write_text(CHILDREN)
+    path = {"PYTHONPATH": f"{launch.ROOT}:{tmp_path}"}
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    ended = launch.python(
+        *(torchrun if launcher == "torchrun" else ()),
+        "children.py",
+        *methods,
+        processes=2 if launcher == "mpirun" else None,
+        cwd=tmp_path,
+        fresh=True,
+        variables=path,
+        timeout=90,
+    )
+    assert ended.returncode == 0, ended.stderr
+    for rank, rows in enumerate(json.loads(ended.stdout)):
+        assert set(rows) == set(methods)
+        for *place, sentence in rows.values():
+            assert place == [rank, 2, rank, 2]
+            assert f"a child of process {rank}" in sentence
+
+
+FINALIZED = """
+from mpi4py import MPI
+import torch
+from powergossip.optimizers import Config, GossipOptimizer, PowerSGD, optimizer_step
+
+def main():
+    model = torch.nn.Linear(8, 4)
+    def backward():
+        model(torch.randn(8, 8)).square().mean().backward()
+    for averaging in ("power-gossip", "dpsgd", "choco", "all-reduce"):
+        optimizer = GossipOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), averaging)
+        backward()
+        optimizer.step()
+    powersgd = PowerSGD(model.named_parameters(), Config(start_compressing_after_num_steps=0))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        backward()
+        optimizer_step(sgd, powersgd)
+    MPI.Finalize()
+
+main()  # its variables are freed here
+print("the end", flush=True)
+"""
+
+
+def test_requests_are_freed_after_the_program_has_finalized_mpi(tmp_path: Path) -> None:
+    (tmp_path / "finalized.py").write_text(FINALIZED)
+    ended = launch.python("finalized.py", processes=2, cwd=tmp_path)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout == "the end\n" * 2
