@@ -1,9 +1,9 @@
 """The processes of a run, and their communication outside of conversations."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -13,6 +13,10 @@ from powergossip.errors import BadInput
 
 T = TypeVar("T")
 
+OF_COMMAND = (
+    "{key}={first} in process 0 and {key}={other} in process {process}: start all processes with "
+    "the same command and version"
+)
 TOKEN = 32767  # the tag of checked barriers. MPI guarantees tags up to this one
 
 
@@ -133,6 +137,25 @@ class Processes:
     def everywhere(self, value: T) -> list[T]:
         """`gather`, with those of the other shards, if each worker is divided over several."""
         return self.gather(value)
+
+    def check_same(
+        self,
+        values: Mapping[str, Any],
+        sentence: str = OF_COMMAND,
+        of_run: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Raise BadInput, in all processes, unless the values by key are equal in all of them.
+
+        Args:
+            sentence: The error, with {key}, the {first} value, and the {other} one of a {process}.
+            of_run: The values of the run that this process joins.
+        """
+        first, *others = [*([] if of_run is None else [of_run]), *self.gather(values)]
+        for process, found in enumerate(others, 1):
+            for key in {**first, **found} if found != first else ():
+                if first.get(key) != found.get(key):
+                    of_each = {"first": first.get(key), "other": found.get(key)}
+                    raise BadInput(sentence.format(key=key, process=process, **of_each))
 
     def one_by_one(self, action: Callable[[], T]) -> T:
         """Return `action()`, run first in one process of each host, then in the others (downloads).

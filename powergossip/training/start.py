@@ -76,9 +76,8 @@ def begin(request: Request) -> NewRun:
         asked.distributed_backend, asked.distributed_init_file, asked.rank, asked.n_workers or 1
     )
     found.set_threads()
+    request.check(found)
     with found.agreed():
-        if request.wrong is not None:
-            raise request.wrong
         settings = checked(asked, found, request.explicit)
     resumed = None
     with found.agreed():
