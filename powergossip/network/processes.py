@@ -17,6 +17,10 @@ OF_COMMAND = (
     "{key}={first} in process 0 and {key}={other} in process {process}: start all processes with "
     "the same command and version"
 )
+OF_FILES = (
+    "{key} differ between processes: {first:.40} in process 0 and {other:.40} in process "
+    "{process}; use the same files and functions in all, and sorted() where a function reads a set"
+)
 TOKEN = 32767  # the tag of checked barriers. MPI guarantees tags up to this one
 
 
@@ -144,18 +148,19 @@ class Processes:
         sentence: str = OF_COMMAND,
         of_run: Mapping[str, Any] | None = None,
     ) -> None:
-        """Raise BadInput, in all processes, unless the values by key are equal in all of them.
+        """Raise BadInput, in all processes, unless those that have a key have one value of it.
 
         Args:
-            sentence: The error, with {key}, the {first} value, and the {other} one of a {process}.
-            of_run: The values of the run that this process joins.
+            sentence: Format of the error.
+            of_run: Values of the run that this process joins.
         """
-        first, *others = [*([] if of_run is None else [of_run]), *self.gather(values)]
-        for process, found in enumerate(others, 1):
-            for key in {**first, **found} if found != first else ():
-                if first.get(key) != found.get(key):
-                    of_each = {"first": first.get(key), "other": found.get(key)}
-                    raise BadInput(sentence.format(key=key, process=process, **of_each))
+        known = [*([] if of_run is None else [of_run]), *self.everywhere(values)]
+        for process, found in enumerate(known):
+            for key in () if found == known[0] else known[0]:
+                first, other = known[0][key], found.get(key, known[0][key])
+                if first != other:
+                    of_both = {"first": str(first), "other": str(other)}
+                    raise BadInput(sentence.format(key=key, process=process, **of_both))
 
     def one_by_one(self, action: Callable[[], T]) -> T:
         """Return `action()`, run first in one process of each host, then in the others (downloads).

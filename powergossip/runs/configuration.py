@@ -240,7 +240,7 @@ class Request:
             if self.wrong is not None:
                 raise self.wrong
         values = {"version": version(), "--output-dir": self.folder, **plain(self.config)}
-        processes.check_same(shared(values))
+        check_same(processes, values)
 
 
 @functools.cache
@@ -252,9 +252,9 @@ def version() -> str:
     return f"{__version__}-{source.hexdigest()[:8]}"
 
 
-def shared(values: Mapping[str, Any]) -> dict[str, str]:
-    """The values, as text, that are equal in all processes of a run: all but `OF_PROCESS`."""
-    return {key: str(value) for key, value in values.items() if key not in OF_PROCESS}
+def check_same(processes: "Processes", values: Mapping[str, Any]) -> None:
+    """Raise BadInput in all processes unless all keys but `OF_PROCESS` have the same values."""
+    processes.check_same({k: str(value) for k, value in values.items() if k not in OF_PROCESS})
 
 
 def request(

@@ -1132,6 +1132,23 @@ def test_fastest_weights_of_three_hundred_workers_take_seconds() -> None:
     assert time.process_time() - start < 60
 
 
+def test_equal_fingerprints_are_those_of_equal_graphs() -> None:
+    """Up to rounding, which may differ between computers."""
+    graphs = [make(name, 8) for name in TOPOLOGIES if accepts(name, 8)]
+    changed = [
+        Topology(
+            graph.name,
+            tuple(Round(r.weights * (1 - change)) for r in graph.rounds),
+            graph.row_stochastic,
+        ).fingerprint
+        for graph in graphs
+        for change in (1e-13, 0.01)
+    ]
+    assert changed[::2] == [graph.fingerprint for graph in graphs]
+    different = {tuple(map(str, (r.matrix().toarray() for r in g.rounds))) for g in graphs}
+    assert len({*changed}) == 2 * len(different)
+
+
 @pytest.mark.parametrize(
     ("function", "sentence"),
     [
