@@ -82,7 +82,7 @@ def build(c: Settings, processes: Processes, task: tasks.Task | None, joins: Any
     c.task_architecture = c.task_architecture or next(iter(task.architectures), None)
     of_user = given is None and not tasks.is_in_library(c.task, c.task_architecture)
     with processes.agreed():
-        of_task = of_data(task) if several else {}
+        of_task = of_data(task) if several and given is None else {}
     check_same(of_task)
     steps_per_epoch = min(task.steps_per_epoch, c.max_steps_per_epoch or task.steps_per_epoch)
     if c.local_steps > steps_per_epoch * c.num_epochs and not (processes.rank or c.evaluate_only):
