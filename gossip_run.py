@@ -124,9 +124,7 @@ def main(arguments: list[str] | None = None) -> Path:
     from powergossip.runs.signals import Signals
 
     comm = processes(request.config.distributed_backend)
-    with comm.agreed():
-        if request.wrong is not None:
-            raise request.wrong
+    request.check(comm)
     sweep = Sweep(request.config, comm)
     try:
         with comm.agreed():

@@ -573,3 +573,16 @@ def test_bad_input_under_mpirun_is_printed_once_with_exit_code_2(
     assert (ended.returncode, ended.stdout) == (2, "")
     assert re.fullmatch(sentence, of_program(ended.stderr))
     assert [file.name for file in tmp_path.iterdir()] == ["driver.py"]
+
+
+@pytest.mark.parametrize("key", ["num_epochs=3", "distributed_backend=gloo"])
+def test_processes_with_different_commands_end_with_one_sentence(key: str, tmp_path: Path) -> None:
+    """Also for keys that change the number of messages, or the transport."""
+    first = [str(launch.ROOT / "train.py"), "num_epochs=2"]
+    second = [":", "-np", "1", *launch.stand_in(), *first, key]
+    ended = launch.python(*first, *second, processes=1, cwd=tmp_path)
+    name, _, value = key.partition("=")
+    assert ended.returncode == 2
+    sentence = f"error: {name}=.* in process 0 and {name}={value} in process 1: .*same command.*"
+    assert re.fullmatch(sentence, of_program(ended.stderr)), ended.stderr
+    assert list(tmp_path.iterdir()) == []

@@ -1,13 +1,13 @@
 """Data of the tasks."""
 
 import dataclasses
-import hashlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from powergossip.hashes import sha256
 from powergossip.tasks import fashion_mnist as files
 from powergossip.tasks.images import ImageClassification, LabeledImages
 from powergossip.tasks.task import TaskOptions
@@ -55,11 +55,3 @@ def matrices(values: dict[str, Any], seed: int) -> Tensor:
     """The matrices of the workers, float32 [worker, row, column]."""
     make, generator = MATRICES[values["matrices"]], torch.Generator().manual_seed(seed)
     return torch.stack([make(values["size"], generator) for _ in range(values["n_workers"])])
-
-
-def sha256(*tensors: Tensor) -> str:
-    """A hash of the contents of tensors."""
-    found = hashlib.sha256()
-    for tensor in tensors:
-        found.update(tensor.contiguous().numpy().tobytes())
-    return found.hexdigest()

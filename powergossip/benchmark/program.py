@@ -25,6 +25,7 @@ from powergossip.algorithms import aggregation
 from powergossip.benchmark import data, entries, measuring
 from powergossip.benchmark.tasks import FINAL, OPTION, RESULT, TASKS, BenchmarkTask, Values
 from powergossip.errors import BadInput, Diverged
+from powergossip.hashes import sha256
 from powergossip.network import Network, Processes
 from powergossip.parameters import Layout
 from powergossip.runner.runner import circumstances
@@ -242,7 +243,7 @@ def agree(
     return {
         "diverged": diverged,
         "evaluations": evaluations,
-        "data": data.sha256(data.matrices(values, 0)),
+        "data": sha256(data.matrices(values, 0)),
     }
 
 

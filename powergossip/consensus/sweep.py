@@ -26,6 +26,7 @@ from powergossip.events.virtual_clock import VirtualClock
 from powergossip.events.worker import Policy, Worker
 from powergossip.network import Network, Processes, choose_device
 from powergossip.network import hosted_workers as hosted
+from powergossip.network.processes import OF_FILES
 from powergossip.parameters import Layout
 from powergossip.runs.clock import Clock, PhaseTime
 from powergossip.trees import map_tensors
@@ -90,6 +91,8 @@ class Sweep:
             self.device = choose_device(c.device, processes.local_rank)
             self.settings = {name: grid(c, ALGORITHMS[name], self.topology) for name in c.algorithm}
             self._check_algorithms()
+        if processes.size > 1:
+            processes.check_same({"the graphs": self.topology.fingerprint}, OF_FILES)
         self._kernels = kernels.name(kernels.load_for(processes, self.device))
         matrices = processes.one_by_one(lambda: DATA[c.data_type](c))
         with processes.agreed():

@@ -149,7 +149,7 @@ def _find(backend: str, file: str | None, rank: int, size: int) -> Processes:
     elif backend == "auto" and torchrun:
         found = _by_torch("auto", torchrun, file, rank, size)
     else:
-        found = _by_mpi()
+        found = _by_mpi(backend)
         if found is None and backend == "auto" and dist.is_initialized():
             assert dist.group.WORLD is not None
             found = _of_group(dist.group.WORLD)
@@ -159,13 +159,19 @@ def _find(backend: str, file: str | None, rank: int, size: int) -> Processes:
     return Processes()
 
 
-def _by_mpi() -> Processes | None:
-    """The processes of MPI, or None without a launcher, where MPI is not needed."""
+def _by_mpi(backend: str) -> Processes | None:
+    """The processes of MPI, or None without a launcher, where MPI is not needed.
+
+    Raises BadInput if they have different backends.
+    """
     if "mpi4py.MPI" not in sys.modules and not any(name in os.environ for name in launcher.MPI):
         return None
     from powergossip.network import mpi
 
-    return mpi.world()
+    found = mpi.world()
+    if found is not None:
+        found.check_same({"distributed_backend": backend})
+    return found
 
 
 def _by_torch(
@@ -182,7 +188,7 @@ def _by_torch(
         method = f"file://{Path(file).absolute()}"
         group = groups.start_group(init_method=method, rank=rank, world_size=size)
         return _of_group(group, backend)
-    mpi_processes = _by_mpi()
+    mpi_processes = _by_mpi(backend)
     if mpi_processes is None:
         return None
     return _of_group(groups.group_under_mpi(mpi_processes), backend)

@@ -1,7 +1,7 @@
 """The processes of a run, and their communication outside of conversations."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn, Protocol, TypeVar
 
@@ -14,6 +14,14 @@ from powergossip.errors import BadInput
 
 T = TypeVar("T")
 
+OF_COMMAND = (
+    "{key}={first} in process 0 and {key}={other} in process {process}: start all processes with "
+    "the same command and version"
+)
+OF_FILES = (
+    "{key} differ between processes: {first:.40} in process 0 and {other:.40} in process "
+    "{process}; use the same files and functions in all, and sorted() where a function reads a set"
+)
 TOKEN = 32767  # the tag of checked barriers. MPI guarantees tags up to this one
 LONGEST = 2**30  # bytes of a message. Longer ones are split: MPI counts to 2**31 − 1
 
@@ -152,6 +160,26 @@ class Processes:
     def everywhere(self, value: T) -> list[T]:
         """`gather`, with those of the other shards, if each worker is divided over several."""
         return self.gather(value)
+
+    def check_same(
+        self,
+        values: Mapping[str, Any],
+        sentence: str = OF_COMMAND,
+        of_run: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Raise BadInput, in all processes, unless those that have a key have one value of it.
+
+        Args:
+            sentence: Format of the error.
+            of_run: Values of the run that this process joins.
+        """
+        known = [*([] if of_run is None else [of_run]), *self.everywhere(values)]
+        for process, found in enumerate(known):
+            for key in () if found == known[0] else known[0]:
+                first, other = known[0][key], found.get(key, known[0][key])
+                if first != other:
+                    of_both = {"first": str(first), "other": str(other)}
+                    raise BadInput(sentence.format(key=key, process=process, **of_both))
 
     def one_by_one(self, action: Callable[[], T]) -> T:
         """Return `action()`, run first in one process of each host, then in the others (downloads).

@@ -91,14 +91,11 @@ def check_optimizer(optimizer: torch.optim.Optimizer, parameters: Sequence[Tenso
 
 def check_same_everywhere(processes: Processes, subject: str, fact: Any) -> None:
     """Raise BadInput in all processes unless `fact` is equal in all."""
-    everywhere = processes.everywhere(fact)
-    with processes.agreed():
-        for process, other in enumerate(everywhere):
-            if other != everywhere[0]:
-                raise BadInput(
-                    f"{subject} differs between processes: {other} in process {process}, "
-                    f"{everywhere[0]} in process 0; use the same in all"
-                )
+    processes.check_same(
+        {subject: fact},
+        "{key} differs between processes: {other} in process {process}, {first} in process 0; use "
+        "the same in all",
+    )
 
 
 def check_same_shapes_everywhere(

@@ -203,6 +203,7 @@ class Averaged(Traffic):
             message_dtype_of(message_dtype, torch.float32)
             self.network = method.network(processes, like.device, working_dtype([like]))
         check_same_everywhere(processes, "the method", method.facts())
+        check_same_everywhere(processes, "the graph", self.network.topology.fingerprint)
         check_same_everywhere(processes, "message_dtype", message_dtype)
         self.parts: list[_Part] = []
         self.frozen: list[Tensor] = []

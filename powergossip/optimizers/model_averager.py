@@ -115,6 +115,7 @@ class GossipModelAverager(ModelAverager):
                     "rescale local updates; an averager does not see them"
                 )
         check_same_everywhere(processes, "the method", self.method.facts())
+        check_same_everywhere(processes, "the graph", small_network.topology.fingerprint)
         self.period, self.warmup_steps = period, warmup_steps
         check_same_everywhere(processes, "the periods", (period, warmup_steps))
         self._message_dtype = message_dtype

@@ -12,6 +12,8 @@ suffix is appended to the output folder's name, given or dated.
 import argparse
 import dataclasses
 import difflib
+import functools
+import hashlib
 import inspect
 import math
 import sys
@@ -25,18 +27,31 @@ from functools import reduce
 from operator import or_
 from os import PathLike
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from powergossip import errors, exits, launcher, presets, reading
+from powergossip import __version__, errors, exits, launcher, presets, reading
 from powergossip.errors import BadInput
 from powergossip.runs import metrics
 from powergossip.runs.files import CONFIG_FILE, DATED
 
+if TYPE_CHECKING:
+    from powergossip.network import Processes
+
 OPTION = "optimizer_"  # of keys of options of methods
+# Keys of a process or its host. All others have one value in a run.
+OF_PROCESS = {
+    "data_dir",
+    "data_processes",
+    "device",
+    "distributed_init_file",
+    "download",
+    "log_verbosity",
+    "rank",
+}
 
 # An integer for a float, or a tuple for a list, is accepted on purpose.
 warnings.filterwarnings("ignore", message="Implicit conversion from (int to float|tuple to list)")
@@ -218,6 +233,28 @@ class Request:
     folder: str | None
     explicit: list[str]
     wrong: Exception | None
+
+    def check(self, processes: "Processes") -> None:
+        """Raise BadInput, in all processes, for a request that is wrong or differs between them."""
+        with processes.agreed():
+            if self.wrong is not None:
+                raise self.wrong
+        values = {"version": version(), "--output-dir": self.folder, **plain(self.config)}
+        check_same(processes, values)
+
+
+@functools.cache
+def version() -> str:
+    """The version of this package, with a hash of its source."""
+    source = hashlib.sha256()
+    for file in sorted(Path(errors.__file__).parent.rglob("*.py")):
+        source.update(file.read_bytes())
+    return f"{__version__}-{source.hexdigest()[:8]}"
+
+
+def check_same(processes: "Processes", values: Mapping[str, Any]) -> None:
+    """Raise BadInput in all processes unless all keys but `OF_PROCESS` have the same values."""
+    processes.check_same({k: str(value) for k, value in values.items() if k not in OF_PROCESS})
 
 
 def request(

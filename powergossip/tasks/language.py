@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from powergossip.hashes import sha256
 from powergossip.tasks import modules, task_options, texts
 from powergossip.tasks.language_models import (
     ARCHITECTURES,
@@ -23,7 +24,7 @@ from powergossip.tasks.language_models import (
     LanguageModel,
 )
 from powergossip.tasks.shards import bounds, smallest_shard
-from powergossip.tasks.task import Batch, Split, Task, TaskOptions
+from powergossip.tasks.task import NAMES, Batch, Split, Task, TaskOptions
 
 MODEL_OPTIONS = {
     "hidden_size": task_options.COUNT,
@@ -290,6 +291,11 @@ class LanguageModeling(LanguageTask):
         The last sequence may be shorter. It is left out with `drop_last`.
         """
         return self._steps_per_epoch
+
+    @property
+    def fingerprints(self) -> dict[str, str]:
+        """Hashes of the texts."""
+        return {f"the {NAMES[name]} texts": sha256(text) for name, text in self._texts.items()}
 
     @property
     def vocabulary(self) -> tuple[str, ...]:

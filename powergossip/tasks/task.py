@@ -15,6 +15,8 @@ from powergossip.tasks.user_functions import Named
 # Only the task itself reads it.
 Batch = tuple[Tensor, ...]
 Split = Literal["train", "valid", "test"]
+NAMES: Mapping[Split, str] = {"train": "training", "valid": "validation", "test": "test"}
+FIRST = 8  # samples whose hash is compared between processes
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,8 @@ class Task(Protocol):
                          workers as one, with tensors [worker, ...], or None if they have different
                          shapes, for gradients of many workers in one call
         facts            mapping of facts about the data for info.json, equal in all processes
+        fingerprints     mapping from a part of the data, such as "the training labels", to a hash
+                         of it, equal in all processes that have one
         tokens_in_batch  number of tokens of a batch of one worker, whose rate is shown
         sample           function of a model that returns a text for the end of a run, or None
     """

@@ -12,16 +12,18 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
 from torch.utils.data import IterableDataset, default_collate
 
 from powergossip.errors import BadInput
+from powergossip.hashes import sha256
 from powergossip.randomness import torch_seed
 from powergossip.tasks import modules
 from powergossip.tasks.loading import Loader, Pending, Request, SampleSource, on_device
 from powergossip.tasks.losses import IGNORED_TARGET, Metric, default_loss
 from powergossip.tasks.sample_values import as_list, integers, of_samples
 from powergossip.tasks.shards import NOBODY, Shards, held_out
-from powergossip.tasks.task import MainMetric, Split, TaskOptions
+from powergossip.tasks.task import FIRST, NAMES, MainMetric, Split, TaskOptions
 from powergossip.tasks.user_functions import Named, users_code
 
 EVALUATION_BATCHES = 2  # training batches in one of evaluation, which needs no gradients
@@ -202,6 +204,23 @@ class DatasetTask:
     def samples(self) -> Mapping[Split, int]:
         """Number of samples of each split. "valid" is left out if there is no validation data."""
         return {split: len(indices) for split, indices in self._indices.items()}
+
+    @property
+    def fingerprints(self) -> dict[str, str]:
+        """Hashes of the labels, if they are known, of the first samples and of worker 0's shard.
+
+        Samples are loaded twice, one after the other. Tensors that differ are random.
+        """
+        found = {} if self._labels is None else {"the training labels": sha256(self._labels)}
+        for split, indices in self._indices.items():
+            twice = 2 * tuple(indices[:FIRST].tolist())
+            batch = self._loader.request(Request(self._data[split], twice, 0)).wait()
+            for i, tensor in enumerate(tree_flatten(batch)[0]):
+                if isinstance(tensor, Tensor) and tensor.shape[:1] == (len(twice),):
+                    first, again = map(sha256, tensor.chunk(2))
+                    if first == again:
+                        found[f"the first {NAMES[split]} samples (tensor {i})"] = first
+        return found | {"the shards": sha256(self._shards.indices(0, 0))}
 
     def label_counts(self, epoch: int = 0) -> Tensor | None:
         """Number of samples per worker and label in an epoch: int64 [worker, label].

@@ -49,6 +49,8 @@ def undirected(
             "topology_options.directed=true"
         )
     n = len(graph)
+    if n == 0:
+        raise ValueError(f'topology "{name}" has no workers; use a graph with nodes')
     index = {node: i for i, node in enumerate(graph)}
     if index.keys() == set(range(n)):
         index = {i: i for i in range(n)}

@@ -1,5 +1,6 @@
 """Rounds and topologies: mixing matrices, the neighbors of each worker, the speed of averaging."""
 
+import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -198,6 +199,20 @@ class Topology:
         if self.n_workers == 1:
             return 1.0
         return max(float(r.weights.sum(axis=1).max()) for r in self.rounds)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """The number of edges, and a hash of the neighbors and the weights of all rounds.
+
+        Two graphs with one fingerprint are the same. Rounding, which may differ between computers,
+        hardly ever changes it: Σ_k w_k cos k is rounded, not each weight.
+        """
+        found, data = hashlib.sha256(), np.concatenate([r.weights.data for r in self.rounds])
+        for r in self.rounds:
+            for places in (r.weights.indptr, r.weights.indices):
+                found.update(places.astype(np.int64).tobytes())
+        found.update(f"{data @ np.cos(np.arange(len(data))):.4f}".encode())
+        return f"{counted(len(self.edges), 'edge')} (hash {found.hexdigest()[:8]})"
 
     # Spectrum. A single worker counts as λ_2 = λ_max = 1: it agrees with itself after one step.
 

@@ -1,6 +1,7 @@
 """Construction of the parts of a run from its configuration: the place where they are chosen."""
 
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial, reduce
 from operator import add
@@ -10,7 +11,9 @@ from scipy.sparse import csr_array
 
 from powergossip import kernels, tasks, topologies
 from powergossip.network import Losses, Network, Processes, choose_device
+from powergossip.network.processes import OF_FILES
 from powergossip.parameters import Parameters
+from powergossip.runs import configuration
 from powergossip.runs.clock import Clock
 from powergossip.topologies import Topology
 from powergossip.training import precision
@@ -20,7 +23,7 @@ from powergossip.training.execution import AtRest, Computation, Execution, Toget
 from powergossip.training.gradients import Gradients
 from powergossip.training.methods import check_method, make_method, warn_of_rate
 from powergossip.training.state import Parts
-from powergossip.training.task_check import check_first_batch, check_sizes
+from powergossip.training.task_check import check_first_batch, equalize, of_data, of_model
 
 
 @dataclass(frozen=True)
@@ -46,32 +49,41 @@ def build(c: Settings, processes: Processes, task: tasks.Task | None, joins: Any
 
     Args:
         task: Task, by default that of the configuration.
-        joins: Messages of a process that replaces a lost one, or None.
+        joins: The replacement of a lost process that this process is, or None.
 
     Raises:
         BadInput: In all processes.
     """
-    links = joins
+    links = joins and joins.links
+    configuration.check_same(processes, c.as_dict())
     if links is None and c.by_edges and not c.evaluate_only and processes.size > 1:
         from powergossip.training.asynchronous.replacement_process import make_links
 
         links = make_links(c, processes)
     if links is not None:
         processes = links.group
-    clock = Clock()
+    facts: dict[str, Any] = {}  # equal in all processes
+
+    def check_same(found: Mapping[str, Any]) -> None:
+        facts.update(found)
+        processes.check_same(found, OF_FILES, joins and joins.facts)
+
+    clock, several = Clock(), processes.size > 1
     with processes.agreed():
         network = make_network(c, processes, clock)
         hint = check_method(c, network)
+    if several:
+        of_start = {"the versions of the package": configuration.version()}
+        check_same(of_start | {"the graphs": network.topology.fingerprint})
     found = transport(network)
     kernels.load(network)  # together: later calls find them
     given = task
     task = task or processes.one_by_one(partial(make_task, c, network))
     c.task_architecture = c.task_architecture or next(iter(task.architectures), None)
     of_user = given is None and not tasks.is_in_library(c.task, c.task_architecture)
-    of_files: dict[str, Any] = getattr(task, "facts", {})
-    if of_user or of_files:
-        sizes = task.steps_per_epoch, dict(task.samples) | of_files
-        check_sizes(processes.gather(sizes), c.task)
+    with processes.agreed():
+        of_task = of_data(task) if several and given is None else {}
+    check_same(of_task)
     steps_per_epoch = min(task.steps_per_epoch, c.max_steps_per_epoch or task.steps_per_epoch)
     if c.local_steps > steps_per_epoch * c.num_epochs and not (processes.rank or c.evaluate_only):
         warnings.warn(
@@ -89,15 +101,21 @@ def build(c: Settings, processes: Processes, task: tasks.Task | None, joins: Any
         if dtype != network.dtype:
             network = network.in_precision(dtype)
         check_spectrum_names(c, parameters)
+        of_models = of_model(models[0]) if several else {}
+        if of_user and not c.evaluate_only:
+            main, metrics = check_first_batch(task, c, network.workers[0], network.device)
+            of_models |= {"the names of metrics": ", ".join(metrics)}
+    check_same(of_models)
+    if of_user:
+        check_same({"the initial values of the model": equalize(processes, models)})
+    with processes.agreed():
         warn_of_rate(c, network, parameters.layout)
         warn_of_rank(c, network, parameters)
-        if of_user and not c.evaluate_only:
-            main = check_first_batch(task, c, network.workers[0], network.device)
         if c.torch_compile and not c.evaluate_only:
             precision.compile_models(models)
         gradients = Gradients(c, network, task, parameters, clock, agreement)
         run = Computation(
-            c, network, task, parameters, gradients, agreement, clock, steps_per_epoch
+            c, network, task, parameters, gradients, agreement, clock, steps_per_epoch, facts
         )
         execution = _make_execution(run, links, joins=joins is not None)
     metric = main and {"name": main.name, "larger_is_better": main.larger_is_better}

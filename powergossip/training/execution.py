@@ -33,6 +33,7 @@ class Computation(NamedTuple):
     agreement: Agreement
     clock: Clock
     steps_per_epoch: int
+    facts: Mapping[str, Any]  # equal in all processes
 
 
 class Stateful(Protocol):

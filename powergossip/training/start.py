@@ -28,7 +28,7 @@ class NewRun:
         name: Name of the requested output folder, or None.
         resumed: Folder of the run to resume or to evaluate, or None.
         joined: Folder of the run that a process joins.
-        joins: Connection of a process that joins a run.
+        joins: The replacement of a lost process that this process is.
         rejected: Context of the construction of a trainer, which may be rejected.
     """
 
@@ -71,14 +71,13 @@ def begin(request: Request) -> NewRun:
 
         new = Replacement()
         group, rejected = new.links.group, new.rejected
-        return NewRun(new.config, group, joined=new.folder, joins=new.links, rejected=rejected)
+        return NewRun(new.config, group, joined=new.folder, joins=new, rejected=rejected)
     found = processes(
         asked.distributed_backend, asked.distributed_init_file, asked.rank, asked.n_workers or 1
     )
     found.set_threads()
+    request.check(found)
     with found.agreed():
-        if request.wrong is not None:
-            raise request.wrong
         settings = checked(asked, found, request.explicit)
     resumed = None
     with found.agreed():

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from powergossip.errors import BadInput
+from powergossip.hashes import sha256
+from powergossip.network import Processes
 from powergossip.parameters import trained
 from powergossip.tasks import MainMetric, Split, Task, main_metric
 from powergossip.tasks.user_functions import users_code
@@ -31,30 +33,52 @@ TAKEN = {
 }
 
 
-def check_sizes(sizes: Sequence[tuple[int, Mapping[Any, Any]]], task: str) -> None:
-    """Raise BadInput unless all processes have equally many steps and samples.
+def of_data(task: Task) -> dict[str, Any]:
+    """Facts about the data that are equal in all processes."""
+    return {
+        "the numbers of steps in an epoch": task.steps_per_epoch,
+        "the numbers of samples": dict(task.samples),
+        **{f"the facts {key} of the data": v for key, v in getattr(task, "facts", {}).items()},
+        **getattr(task, "fingerprints", {}),
+    }
 
-    Args:
-        sizes: Steps in an epoch, and samples of each split with other facts, of each process.
-    """
-    for rank, (steps, samples) in enumerate(sizes):
-        if (steps, samples) != sizes[0]:
-            raise BadInput(
-                f"task={task} has other data in process {rank} ({steps} steps, {dict(samples)}) "
-                f"than in process 0 ({sizes[0][0]} steps, {dict(sizes[0][1])}); use the same files "
-                "everywhere"
-            )
+
+def of_model(model: nn.Module) -> dict[str, Any]:
+    """Facts about a model that are equal in all processes."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    found: dict[str, Any] = {"the numbers of tensors in the model": len(tensors)}
+    for name, of in tensors:
+        kind = "trained" if of.requires_grad else "not trained"
+        found[f'the kinds of "{name}" in the model'] = f"{[*of.shape]}, {of.dtype}, {kind}"
+    return found
+
+
+def equalize(processes: Processes, models: Sequence[nn.Module]) -> str:
+    """Give all models of all processes the values of worker 0's: they may depend on more than the
+    seed. Returns a hash of the values."""
+    first, *others = ([*model.parameters(), *model.buffers()] for model in models)
+    if len({*processes.gather(sha256(*first))}) > 1:
+        from powergossip.optimizers.checks import broadcast_from_process_0
+
+        for tensor in first:
+            broadcast_from_process_0(processes, [tensor])
+    with torch.no_grad():
+        for tensors in others:
+            for tensor, value in zip(tensors, first, strict=True):
+                tensor.copy_(value)
+    return sha256(*first)
 
 
 def check_first_batch(
     task: Task, config: Settings, worker: int, device: torch.device
-) -> MainMetric:
+) -> tuple[MainMetric, list[str]]:
     """Train a model with the first batch of a worker, and evaluate it on a few more.
 
     The precision is that of the run. The model is a new one, and is discarded.
 
     Raises ValueError unless the loss is a finite scalar with a gradient, all metrics are finite
-    numbers with names of their own, and the main metric is one of them. Returns the main metric.
+    numbers with names of their own, and the main metric is one of them. Returns the main metric,
+    and the names of the metrics of batches and test data.
     """
     name = f"task={config.task}"
     model = task.model(config.architecture, config.seed)
@@ -93,7 +117,7 @@ def check_first_batch(
         for key in sorted(replaced | TAKEN & {*metrics, *means, *derived}):
             raise ValueError(f'{name}: a metric is called "{key}", as another row; rename it')
         names[split] = [*means, *derived]
-    return main_metric(task, names["test"])
+    return main_metric(task, names["test"]), [*metrics, *names["test"]]
 
 
 @contextmanager

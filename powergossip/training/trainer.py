@@ -32,7 +32,7 @@ class Trainer:
         resume_from: Output folder of a run to resume from its last checkpoint, if it has one. With
             config.evaluate_only, the checkpoint is the one that config.checkpoint names.
         task: Data and models, by default those of the configuration.
-        joins: Connection of a process that joins a run, or None.
+        joins: The replacement of a lost process that this process is, or None.
 
     Raises:
         BadInput: In all processes, for impossible values, missing data, or a run to resume that had

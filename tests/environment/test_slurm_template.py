@@ -270,6 +270,14 @@ def test_a_job_of_sharded_replicas_starts_torchrun_on_its_nodes(tmp_path: Path) 
     assert sorted(ended.stdout.splitlines()) == [f"{rank} 2 {arguments}" for rank in range(2)]
 
 
+def test_jobs_that_share_a_node_meet_at_ports_of_their_own(tmp_path: Path) -> None:
+    executable(tmp_path / "bin" / "torchrun", 'echo "$@"')
+    commands = [of_replicas(tmp_path, SLURM_JOB_ID=job, PORT="").stdout for job in ("17", "18")]
+    ports = [int(command.partition("localhost:")[2].split()[0]) for command in commands]
+    assert ports[0] != ports[1]
+    assert all(1024 <= port < 32768 for port in ports)
+
+
 @pytest.mark.parametrize(
     ("variables", "sentence"),
     [

@@ -978,14 +978,6 @@ def task(options): return Line(options)
         train.main([*TINY, f"task={name}:task", f"task_architecture={name}:Line"])
 
 
-def test_processes_with_other_data_are_rejected() -> None:
-    from powergossip.training.task_check import check_sizes
-
-    check_sizes([(3, {"train": 9})] * 2, "m:t")
-    with pytest.raises(BadInput, match="process 1"):
-        check_sizes([(3, {"train": 9}), (3, {"train": 8})], "m:t")
-
-
 def test_the_current_folder_is_searched_under_mpirun_and_all_layouts_agree(tmp_path: Path) -> None:
     """Two processes with two workers each, and data processes, as one process with four."""
     (tmp_path / "mine.py").write_text(MODULE)

@@ -735,6 +735,8 @@ def test_nodes_with_names_are_workers_in_their_order() -> None:
     alone.add_node(2)
     with pytest.raises(ValueError, match='topology "drawn" is not connected'):
         undirected("drawn", alone)
+    with pytest.raises(ValueError, match='topology "drawn" has no workers'):
+        undirected("drawn", nx.Graph())
 
 
 # Files
@@ -790,10 +792,30 @@ def test_a_file_may_have_comments_and_stand_in_the_working_folder(
         ("a.txt", "0 1 {'color': 'red'}\n1 2 {}\n"),
         ("a.txt", "\ufeff0 1\n1 2\n"),
         ("a.adjlist", "0 1\n1 0 2\n2 1\n"),
+        ("a.edges", "3\n0 1\n1 0\n1 2\n2 1\n"),  # of decentralizepy
+        ("a.adj", "3\n1\n0 2\n1\n"),
+        ("a.edgelist", "3\n0 1 0.5\n1 2 0.5\n"),
+        ("a.txt", "source target\n0 1\n1 2\n"),
+        ("a.edgelist", "from to weight\n0 1 1\n1 2 1\n"),
+        ("out.konect", "% sym unweighted\n% 2 3 3\n1 2\n2 3\n"),
+        ("a.graph", "% METIS\n3 2\n2\n1 3\n2\n"),
+        ("a.gml", 'graph [\nnode [\nid 0\nlabel "A b"\n]\nnode [\nid 1\n]\nnode [\nid 2\n]\n'
+                  "edge [\nsource 1\ntarget 0\nspeed 2.5\n]\nedge [\nsource 1\ntarget 2\n]\n]\n"),
+        ("a.net", "*Vertices 3\n1 \"0\"\n2 \"1\"\n3 \"2\"\n*Edges\n1 2\n2 3\n"),
+        ("a.mtx", "%%MatrixMarket matrix coordinate pattern symmetric\n3 3 3\n2 1\n3 2\n3 3\n"),
     ],
-)
+)  # fmt: skip
 def test_files_in_other_forms(tmp_path: Path, name: str, text: str) -> None:
     assert make(write(tmp_path, name, text), 3).edges.tolist() == [[0, 1], [1, 2]]
+
+
+@pytest.mark.parametrize("suffix", ["gml", "graphml", "gexf"])
+def test_files_of_networkx_come_back(suffix: str, tmp_path: Path) -> None:
+    path, graph = tmp_path / f"a.{suffix}", nx.cycle_graph(4, create_using=nx.DiGraph)
+    getattr(nx, f"write_{suffix}")(graph, path)
+    same_as(make(str(path), 4), make("ring", 4))
+    found = make(str(path), 4, options={"directed": True})
+    same_as(found, make("unidirectional-ring", 4))
 
 
 def test_workers_are_the_sorted_names_of_a_file(tmp_path: Path) -> None:
@@ -827,6 +849,12 @@ def test_workers_are_the_sorted_names_of_a_file(tmp_path: Path) -> None:
         ("a.edgelist", "b a\n\nc a\nb a\n", 3, "line 4: the edge b a is also in line 1"),
         ("a.adjlist", "0 1 2 1\n", 3, "line 1: the edge 0 1 is also in line 1"),
         ("a.txt", "# nothing\n", 2, "a.txt holds no edges"),
+        ("a.adjlist", "7\n0 1\n1 2\n", 4, "worker 7 has no neighbor; use two workers"),
+        ("a.txt", "0.0e+00 1.0e+00\n1.0e+00 0.0e+00\n", 2, 'line 1: "0.0e.00" .* two workers'),
+        ("a.txt", "0 1 0 1\n1 0 1 0\n0 1 0 1\n1 0 1 0\n", 4, "line 1: worker 0 .* two workers"),
+        ("a.txt", "*Vertices 2\n*Edges\n1 2\n", 2, "line 1: .*Vertices.* or .*\\.net"),
+        ("a.gml", "graph [", 2, "a.gml cannot be read"),
+        ("no.gml", "", 2, "no.gml cannot be read"),
     ],
 )
 def test_bad_files_are_rejected(tmp_path: Path, name: str, text: str, n: int, message: str) -> None:
@@ -1130,6 +1158,23 @@ def test_fastest_weights_of_three_hundred_workers_take_seconds() -> None:
     topology = make("random-regular", 300, options={"weights": "fastest"})
     assert topology.contraction() < make("random-regular", 300).contraction()
     assert time.process_time() - start < 60
+
+
+def test_equal_fingerprints_are_those_of_equal_graphs() -> None:
+    """Up to rounding, which may differ between computers."""
+    graphs = [make(name, 8) for name in TOPOLOGIES if accepts(name, 8)]
+    changed = [
+        Topology(
+            graph.name,
+            tuple(Round(r.weights * (1 - change)) for r in graph.rounds),
+            graph.row_stochastic,
+        ).fingerprint
+        for graph in graphs
+        for change in (1e-13, 0.01)
+    ]
+    assert changed[::2] == [graph.fingerprint for graph in graphs]
+    different = {tuple(map(str, (r.matrix().toarray() for r in g.rounds))) for g in graphs}
+    assert len({*changed}) == 2 * len(different)
 
 
 @pytest.mark.parametrize(

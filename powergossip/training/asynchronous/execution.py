@@ -151,7 +151,7 @@ class AcrossProcesses(Execution):
                 views = [event_log.Entry(0.0, "views", -1, -1, -1)]  # messages carry them
                 event_log.write(own, lines_of(self.run) + views * self.clock.survives)
         if self.run.config.replaces:
-            run = self.run.config.as_dict(), str(folder)
+            run = self.run.config.as_dict(), str(folder), self.run.facts
             self._replacements = Replacements(
                 self.links, self.workers, self.clock, run, self.seconds
             )

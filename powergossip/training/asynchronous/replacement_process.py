@@ -36,13 +36,14 @@ class Replacement:
 
     Attributes:
         config, folder: Configuration and folder of the run.
-        links: Links to be given to the trainer.
+        facts: Facts that are equal in all processes of the run.
+        links: Links to the others.
     """
 
     def __init__(self) -> None:
         assignment = spawning.assignment()
         assert assignment is not None
-        config, folder = assignment.run
+        config, folder, self.facts = assignment.run
         self.config, self.folder = Settings.of(config), Path(folder)
         self.links = Links.join(assignment)
         launch.adopt(self.links.group)
