@@ -20,6 +20,7 @@ AUTO = "auto"
 _ROUNDING = 1e-6  # relative, of a rate in single precision
 STABLE = 0.9  # of a default rate, relative to the largest with which a learning rule is stable
 MARGIN = 2.0  # between the default rates of compressed messages and rates that may diverge
+DIRECTED = 2 / 3  # of default rates on a directed graph, relative to the largest stable ones
 
 _warned: WeakSet[Topology] = WeakSet()
 
@@ -63,36 +64,52 @@ def checked(network: Network, rate: Rate | str) -> Rate:
     topology, largest = network.topology, float(torch.as_tensor(rate).max())
     if (
         1 < largest < math.inf  # λ_max ≤ 2, so that γ ≤ 1 converges on every graph
-        and network.processes.rank == 0
         and topology.n_workers > 1
         and topology.symmetric
         and topology.period == 1
-        and topology not in _warned
         and largest > topology.largest_diffusion_rate * (1 + _ROUNDING)
     ):
-        _warned.add(topology)
         safe = math.floor(topology.largest_diffusion_rate * 1e4 + 0.01) / 1e4
-        warnings.warn(
+        warn_once(
+            network,
             f"a diffusion rate of {largest:.4g} is too large for topology={topology.name} with "
             f"{topology.n_workers} workers: above {safe:g} (2/λ_max of I - W) plain gossip "
             f"diverges, and so does PowerGossip at a high rank; the best rate of plain gossip is "
             f"{topology.best_diffusion_rate:.4g} (auto)",
-            stacklevel=2,
         )
     return rate
+
+
+def is_directed(topology: Topology) -> bool:
+    """Whether W has complex eigenvalues: a static directed graph."""
+    return topology.period == 1 and not topology.symmetric
+
+
+def diverges(topology: Topology, compressor: Compressor) -> bool:
+    """Whether CHOCO-Gossip and DeepSqueeze diverge at small rates, too."""
+    return is_directed(topology) and getattr(compressor, "undirected", False)
+
+
+def margin(topology: Topology) -> float:
+    """Between the default rates of compressed messages and rates that may diverge."""
+    return 1 / DIRECTED if is_directed(topology) else MARGIN
 
 
 def of_choco(
     topology: Topology, layout: Layout, compressor: Compressor, factor: float = 1.0
 ) -> float | BySize:
-    """Return the default γ of CHOCO-Gossip, with which no compressor diverges on any graph::
+    """Return the default γ of CHOCO-Gossip, with m the largest weight given to neighbors::
 
-        γ = factor · min(1, min_X s(X)/max_i (1 − w_ii))
+        γ = factor · min(1, min_X s(X)/m)        m = max_i (1 − w_ii)
 
     s(X), the `stable_rate` of the compressor for a tensor X, is K/N for top-k, for example. Between
     two messages of an entry, x moves for N/K steps by γ (1 − w_ii) of the distance between the
     copies. Workers whose messages are not synchronous overshoot beyond γ (1 − w_ii) N/K = 2, and
-    synchronous ones beyond γ λ_max N/K = 2, where λ_max ≤ 2 max_i (1 − w_ii).
+    synchronous ones beyond γ λ_max N/K = 2, where λ_max ≤ 2 m.
+
+    On a static directed graph, ⅔ s/(2 − s) takes the place of s. The eigenvalues λ of I − W are
+    complex there, with |λ − m| ≤ m. Copies that follow x at a rate δ, E C(v) = δ v, are stable for
+    all of these λ up to γ = δ/(m (2 − δ)).
 
     If tensors have copy rates of their own, they have such γ, too: a function of their size.
 
@@ -102,10 +119,15 @@ def of_choco(
     if hasattr(compressor, "gossip_rate") or not hasattr(compressor, "stable_rate"):
         own = getattr(compressor, "gossip_rate", 1.0)
         return (lambda elements: factor * own(elements)) if callable(own) else factor * own
-    stable, move = compressor.stable_rate, topology.largest_move
+    rate_of, directed, move = compressor.stable_rate, is_directed(topology), topology.largest_move
+
+    def stable(rows: int, columns: int) -> float:
+        s = min(1.0, rate_of(rows, columns))
+        return (DIRECTED * s / (2 - s) if directed else s) / move
+
     if callable(copy_rate(compressor)):
-        return lambda elements: factor * min(1.0, stable(elements, 1) / move)
-    return factor * min([1.0, *(stable(m.rows, m.columns) / move for m in matrices(layout.whole))])
+        return lambda elements: factor * min(1.0, stable(elements, 1))
+    return factor * min([1.0, *(stable(m.rows, m.columns) for m in matrices(layout.whole))])
 
 
 def copy_rate(compressor: Compressor) -> float | BySize:
@@ -131,17 +153,22 @@ def warn_of_rule(name: str, network: Network, rate: float, largest: float) -> No
 
     Once per topology, and only on process 0.
     """
-    topology = network.topology
-    if network.processes.rank or topology in _warned or rate < largest:
+    if rate < largest:
         return
-    _warned.add(topology)
     safe = math.floor(largest * 1e3) / 1e3
-    warnings.warn(
+    warn_once(
+        network,
         f"a diffusion rate of {rate:.4g} is too large for learning={name} on "
-        f"topology={topology.name}: from {safe:g} on, disagreement of the workers grows with its "
-        "outer momentum; use a smaller rate or momentum",
-        stacklevel=2,
+        f"topology={network.topology.name}: from {safe:g} on, disagreement of the workers grows "
+        "with its outer momentum; use a smaller rate or momentum",
     )
+
+
+def warn_once(network: Network, text: str) -> None:
+    """Warn about the topology, once, and only on process 0."""
+    if network.processes.rank == 0 and network.topology not in _warned:
+        _warned.add(network.topology)
+        warnings.warn(text, stacklevel=3)
 
 
 def warn_of_compressed(
@@ -154,15 +181,13 @@ def warn_of_compressed(
     topology = network.topology
     if rate > 1 and topology.n_workers > 1 and topology.symmetric and topology.period == 1:
         limit = min(limit, topology.largest_diffusion_rate * (1 + _ROUNDING))
-    if network.processes.rank or topology in _warned or rate <= limit:
-        return
-    _warned.add(topology)
-    warnings.warn(
-        f"a diffusion rate of {rate:.4g} is too large for {name} with these options on "
-        f"topology={topology.name}: above about {limit:.2g} it may diverge, after "
-        f"hundreds of steps; the default is {by_default:.2g}",
-        stacklevel=2,
-    )
+    if rate > limit:
+        warn_once(
+            network,
+            f"a diffusion rate of {rate:.4g} is too large for {name} with these options on "
+            f"topology={topology.name}: above about {limit:.2g} it may diverge, after "
+            f"hundreds of steps; the default is {by_default:.2g}",
+        )
 
 
 def choco_rate(topology: Topology, contraction: float) -> float:

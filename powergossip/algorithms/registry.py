@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from powergossip import compressors
+from powergossip import checks, compressors
 from powergossip import options as _options
 from powergossip.algorithms import rates
 from powergossip.algorithms.averaging import Averaging, Rate
@@ -42,9 +42,11 @@ def _deepsqueeze(
         compressor: Name of the compressor.
     """
     codec = _codec(network, layout, compressor, compressor_options, seed)
-    if diffusion_rate is None:
-        diffusion_rate = rates.of_deepsqueeze(network.topology, layout, codec.compressor)
-    return DeepSqueeze(network, codec, diffusion_rate)
+    rate: Any = diffusion_rate
+    if rate is None:
+        given = {"compressor": compressor, **compressor_options}
+        rate = default_rate("deepsqueeze", network.topology, layout, given)
+    return DeepSqueeze(network, codec, rate)
 
 
 def _choco(
@@ -67,12 +69,14 @@ def _choco(
             compressor, less than 1 for an unbiased one.
     """
     codec = _codec(network, layout, compressor, compressor_options, seed)
-    if diffusion_rate is None:
-        diffusion_rate = rates.of_choco(network.topology, layout, codec.compressor)
+    rate: Any = diffusion_rate
+    if rate is None:
+        given = {"compressor": compressor, **compressor_options}
+        rate = default_rate("choco", network.topology, layout, given)
     return ChocoGossip(
         network,
         codec,
-        diffusion_rate,
+        rate,
         rates.copy_rate(codec.compressor) if copy_rate is None else copy_rate,
     )
 
@@ -196,13 +200,23 @@ def default_rate(
         largest: Largest rate with which a learning rule is stable.
 
     Raises:
-        ValueError: For bad options.
+        ValueError: For bad options, and for a compressor without such a rate on a directed graph.
     """
     found = defaults(name, given)
     rate: float | compressors.BySize | None = found.get("diffusion_rate")
     if name in _DEFAULT_RATES:
-        rate = _DEFAULT_RATES[name](topology, layout, _compressor(found, given or {}), factor)
+        compressor = _compressor(found, given or {})
+        chosen, ok = (given or {}).get("compressor"), not rates.diverges(topology, compressor)
+        checks.check("compressor", chosen or found["compressor"], ok, _on_undirected(topology))
+        rate = _DEFAULT_RATES[name](topology, layout, compressor, factor)
     return rates.at_most(rate, rates.STABLE * largest)
+
+
+def _on_undirected(topology: Topology) -> str:
+    return (
+        f"another one, such as qsgd, with topology={topology.name}, or an undirected topology; on "
+        "a directed graph, workers move apart with it, at small diffusion rates, too"
+    )
 
 
 def warn_of_rate(
@@ -216,11 +230,15 @@ def warn_of_rate(
     """
     rate = given.get("diffusion_rate")
     if name in {**_DEFAULT_RATES, **_LARGEST_RATES} and isinstance(rate, float | int):
-        by_default = default_rate(name, network.topology, layout, given, factor)
+        try:
+            by_default = default_rate(name, network.topology, layout, given, factor)
+        except checks.BadValue as error:  # there is none
+            rates.warn_once(network, str(error))
+            return
         if callable(by_default):
             by_default = min(by_default(m.rows * m.columns) for m in matrices(layout.whole))
         assert by_default is not None
-        limit = _LARGEST_RATES.get(name, rates.MARGIN * by_default)
+        limit = _LARGEST_RATES.get(name, rates.margin(network.topology) * by_default)
         rates.warn_of_compressed(name, network, rate, by_default, limit)
 
 
@@ -260,6 +278,12 @@ def _unbiased(name: str, network: Network, averaging: Averaging) -> Averaging:
 
     An algorithm that averages over every graph has the attribute `needs_doubly_stochastic`, False.
     """
+    if network.topology.row_stochastic and isinstance(averaging, DeepSqueeze | Moniqua):
+        raise ValueError(
+            f"topology={network.topology.name}: use push-sum in place of {name}, or a topology "
+            "that conserves the mean, such as one-peer-exponential; errors of the messages would "
+            "move the mean"
+        )
     if network.topology.biased and getattr(averaging, "needs_doubly_stochastic", True):
         raise ValueError(
             f"topology={network.topology.name}: use push-sum in place of {name}; W is not doubly "

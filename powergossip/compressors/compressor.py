@@ -199,7 +199,9 @@ class Compressor(Protocol):
         linear: Whether C is a linear map that is the same for all workers, with floats for fields.
             See compressors/__init__.py.
         stable_rate: Default stable_rate(rows, columns) of γ max_i (1 − w_ii) for CHOCO-Gossip with
-            C of a matrix of this shape. It converges on every graph.
+            C of a matrix of this shape. It converges on every undirected graph. If E C(v) = δ v, it
+            is at most δ.
+        undirected: Whether such a rate does not exist for directed graphs.
         gossip_rate: Default of γ itself in its place, a number or a function of a tensor's number
             of elements. With neither, γ = 1.
         copy_rate: Default copy rate, a number or such a function, 1 if left out.

@@ -49,6 +49,7 @@ class SignAndNorm:
     """
 
     divides: ClassVar[str] = "rows"
+    undirected: ClassVar[bool] = True  # entries that are large beside the mean grow on others
 
     def stable_rate(self, rows: int, columns: int) -> float:
         """1/3. With more, a few entries that are large beside the mean may grow."""

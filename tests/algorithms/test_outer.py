@@ -168,58 +168,100 @@ def test_outer_momentum_does_not_enlarge_the_bias(name: str, beta: float, error:
 # --- Stability ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("topology", "n", "beta", "radius"),
-    [
-        ("ring", 8, 0.5, 0.729),
-        ("ring", 8, 0.9, 0.949),
-        ("hypercube", 8, 0.9, 1.297),
-        ("unidirectional-ring", 8, 0.5, 1.069),
-        ("one-peer-exponential", 8, 0.5, 0.75),
-        ("one-peer-exponential", 8, 0.7, 1.19),
-    ],
-)
+# Per period, without gradients.
+RADII = [
+    ("diloco", "ring", 8, 0.5, 0.729),
+    ("diloco", "ring", 8, 0.9, 0.949),
+    ("diloco", "hypercube", 8, 0.9, 1.297),
+    ("diloco", "unidirectional-ring", 8, 0.5, 1.069),
+    ("diloco", "one-peer-exponential", 8, 0.5, 0.75),
+    ("diloco", "one-peer-exponential", 8, 0.7, 1.19),
+    ("gasloc", "ring", 8, 0.5, 0.707),
+    ("gasloc", "unidirectional-ring", 8, 0.5, 1.133),
+    ("gasloc", "one-peer-exponential", 8, 0.9, 1.382),
+    ("noloco", "unidirectional-ring", 8, 0.3, 1.025),
+    ("noloco", "unidirectional-ring", 8, 0.5, 1.133),
+]
+RECURRENCES = {
+    "diloco": (outer_stability.diloco,),
+    "gasloc": (outer_stability.gasloc,),
+    "noloco": (outer_stability.noloco, 1.0),
+}
+
+
+@pytest.mark.parametrize(("name", "topology", "n", "beta", "radius"), RADII)
 def test_disagreement_changes_by_the_radius(
-    topology: str, n: int, beta: float, radius: float
+    name: str, topology: str, n: int, beta: float, radius: float
 ) -> None:
-    """Measured without gradients, over many periods."""
-    predicted = outer_stability.radius(topologies.make(topology, n), beta)
+    """Measured over many periods."""
+    found, (recurrence, *more) = topologies.make(topology, n), RECURRENCES[name]
+    predicted = outer_stability.radius(found, recurrence, 1.0, 0.0, beta, *more)
     assert predicted == pytest.approx(radius, abs=5e-3)
     problem = Quadratics(n, shapes=VECTOR)
     problem.a.zero_()
     problem.x.copy_(problem.b)
-    period = topologies.make(topology, n).period
-    rule = rule_of("diloco", "plain", problem, 0.1, topology, outer_momentum=beta, outer_rate=1.0)
+    rule = rule_of(name, "plain", problem, 0.1, topology, outer_momentum=beta, outer_rate=1.0)
     spreads = []
     for _ in range(2):
-        train(rule, problem, 40 * period)
+        train(rule, problem, 40 * found.period)
         spreads.append((problem.x - problem.x.mean(0)).norm())
     assert float(spreads[1] / spreads[0]) ** (1 / 40) == pytest.approx(radius, rel=0.02)
 
 
+@pytest.mark.parametrize("overlapping", [False, True])
 @pytest.mark.parametrize("beta", [0.3, 0.5, 0.9])
+@pytest.mark.parametrize("name", RULES)
+def test_disagreement_decays_at_the_default_rate(name: str, beta: float, overlapping: bool) -> None:
+    """Whatever the way that workers go towards their own optimum. Above the largest rate it grows
+    for one."""
+    given = {"outer_rate": 0.7, "outer_momentum": beta, "consensus_rate": None}
+    recurrence, *more = RECURRENCES[name] if name != "noloco" else (outer_stability.noloco, 0.7)
+    if overlapping:
+        recurrence = outer_stability.overlapping_diloco
+    graphs = [("ring", 8), ("star", 9), ("unidirectional-ring", 7), ("exponential", 16)]
+    graphs += [("equi-static", 16), ("one-peer-exponential", 8), ("base-graph", 5)]
+    graphs += [("random-matching", 64), ("epidemic", 8), ("fully-connected", 5)]
+    for graph, n in graphs if name == "diloco" or not overlapping else ():
+        found = topologies.make(graph, n)
+        largest = learning.largest_rate(name, found, given | {"overlapping": overlapping})
+
+        def radius(rate: float, found: Any = found) -> float:
+            pulls = np.linspace(0, 0.7, 5 if n == 64 else 15)
+            of_each = (
+                outer_stability.radius(found, recurrence, rate, q, beta, *more) for q in pulls
+            )
+            return max(of_each)
+
+        assert radius(min(1.0, 0.9 * largest)) < 1, graph
+        if largest < 2:
+            assert radius(1.01 * largest) > 1, graph
+
+
 @pytest.mark.parametrize(
-    ("topology", "n"),
+    ("name", "topology", "n", "options"),
     [
-        ("ring", 8),
-        ("hypercube", 8),
-        ("star", 9),
-        ("unidirectional-ring", 8),
-        ("one-peer-exponential", 16),
-        ("random-matching", 64),
-        ("fully-connected", 5),
+        ("diloco", "base-graph", 5, {"outer_momentum": 0.9, "overlapping": True}),
+        ("diloco", "unidirectional-ring", 7, {"outer_momentum": 0.9, "overlapping": True}),
+        ("gasloc", "unidirectional-ring", 8, {}),
+        ("gasloc", "one-peer-exponential", 8, {"outer_momentum": 0.9}),
+        ("noloco", "unidirectional-ring", 8, {"outer_momentum": 0.5}),
     ],
 )
-def test_disagreement_decays_at_rates_below_the_largest(topology: str, n: int, beta: float) -> None:
-    found = topologies.make(topology, n)
-    largest = outer_stability.largest_rate(found, beta)
-    assert outer_stability.radius(found, beta, 0.99 * largest) < 1
-    if largest < 2:
-        assert outer_stability.radius(found, beta, 1.01 * largest) > 1
+def test_models_stay_together_at_the_default_rate(
+    name: str, topology: str, n: int, options: dict[str, Any]
+) -> None:
+    """Without a limit they are 1e4 to 1e16 apart."""
+    problem = Quadratics(n, shapes=VECTOR)
+    given = {"overlapping": False} | learning.options(name) | options
+    largest = learning.largest_rate(name, topologies.make(topology, n), given)
+    rate = {"diffusion_rate": min(1.0, 0.9 * largest)}
+    run(name, "plain", 400, 5, 0.002, problem, topology, rate, **options)
+    assert float((problem.x - problem.x.mean(0)).norm()) < 20
 
 
 def test_a_single_worker_has_no_largest_rate() -> None:
-    assert outer_stability.largest_rate(topologies.make("ring", 1), 0.9) == np.inf
+    one = topologies.make("ring", 1)
+    assert outer_stability.largest_rate(one, outer_stability.diloco, 0.7, 0.9) == np.inf
 
 
 # --- Gradient correction --------------------------------------------------------------------------
@@ -477,7 +519,8 @@ def test_overlapping_has_the_fixed_point_of_stable_rates(corrects: bool, fragmen
     """At the default of a lazy ring. With the correction it is exact."""
     options: dict[str, Any] = {"overlapping": True, "gradient_correction": corrects}
     topology = topologies.make("ring", 8)
-    given = {"diffusion_rate": 0.9 * outer_stability.largest_rate(topology, 0.5, 0.7)}
+    rates = {"outer_rate": 0.7, "outer_momentum": 0.5, "overlapping": True}
+    given = {"diffusion_rate": 0.9 * learning.largest_rate("diloco", topology, rates)}
     problem = Quadratics(shapes=VECTOR if fragments == 1 else TENSORS)
     options["fragments"] = fragments
     run("diloco", "plain", 900, 10, 0.01, problem, "ring", given, **options)

@@ -11,7 +11,7 @@ cases.jsonl     The law: after 3000 steps, the error is below that after 300, or
 others.jsonl    The same with other options of the compressors, and for 30,000 steps.
 speeds.jsonl    For a third of the cases, the steps to an error of 1e-3 with eight multiples of the
                 default diffusion rate.
-learning.jsonl  Learning rules over compressed messages, on the quadratics of
+learning.jsonl  Learning rules over plain gossip and compressed messages, on the quadratics of
                 tests/harness/quadratics.py: after 3000 steps, the workers are nearer to the
                 optimum of the mean loss than they are alone.
 
@@ -29,6 +29,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -63,7 +64,13 @@ GRAPHS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "random 12": ("FILE", 12, {}),
     "one-peer exponential 8": ("one-peer-exponential", 8, {}),
     "random matching 8": ("random-matching", 8, {}),
+    "directed ring 8": ("unidirectional-ring", 8, {}),
+    "directed ring 32": ("unidirectional-ring", 32, {}),
+    "exponential 8": ("exponential", 8, {}),
+    "equi-static 16": ("equi-static", 16, {}),
+    "directed 7": ("FILE", 7, {"directed": True}),
 }
+DIRECTED = ("directed ring 8", "directed ring 32", "exponential 8", "equi-static 16", "directed 7")
 OF_LARGE = ("ring 8", "fully connected 8")
 # Rules whose errors do not vanish: the messages of DeepSqueeze and Moniqua depend on the mean.
 STAYS = ("deepsqueeze", "moniqua")
@@ -83,7 +90,7 @@ OF_LONG = ("ring 8, constant weights", "fully connected 8")  # with 100 elements
 COMPRESSORS_OF_LONG = ("top-k", "random-k", "sign-and-norm", "qsgd", "rounding")
 
 LEARNING_RATES = (0.02, 0.001)
-OF_LEARNING = ("ring 8", "star 8", "fully connected 8")
+OF_LEARNING = ("ring 8", "star 8", "fully connected 8", "directed ring 8", "exponential 8")
 WITHIN_THETA = 0.03  # a factor on the optima of workers that learn over Moniqua
 
 
@@ -222,8 +229,10 @@ def topology(graph: str) -> Topology:
     with TemporaryDirectory() as folder:
         path = Path(folder) / "random.edgelist"
         drawn = nx.connected_watts_strogatz_graph(n, 4, 0.5, seed=2)
+        if given:  # as many senders as receivers for each worker
+            drawn = nx.DiGraph([(i, (i + hop) % n) for i in range(n) for hop in (1, 3)])
         nx.write_edgelist(drawn, path, data=False)
-        return topologies.make(str(path), n)
+        return topologies.make(str(path), n, options=given)
 
 
 def shape(elements: int) -> tuple[int, int]:
@@ -319,10 +328,10 @@ def speed(case: Case) -> Speed:
 
 
 def is_timed(case: Case) -> bool:
-    """A third of the cases that have a diffusion rate, by chance."""
+    """A third of the cases that have a diffusion rate, by chance. None on directed graphs."""
     rate = algorithms.default_rate(case.rule, topology(case.graph), Layout([(2, 2)]), case.options)
     chosen = random.Random(f"{case.graph} {case.name} {case.elements}").random() < 1 / 3
-    return rate is not None and case.elements < LARGE and chosen
+    return rate is not None and case.elements < LARGE and case.graph not in DIRECTED and chosen
 
 
 def learn(name: str, case: Case, learning_rate: float) -> Learned:
@@ -339,7 +348,7 @@ def learn(name: str, case: Case, learning_rate: float) -> Learned:
     given = {option: value for option, value in own if option in known} | given
     given.pop("diffusion_rate", None)  # None: the default below
     factor = learning.diffusion_factor(name, case.rule)
-    largest = learning.largest_rate(name, graph, learning.options(name))
+    largest = learning.largest_rate(name, graph, {"overlapping": False} | learning.options(name))
     rate = algorithms.default_rate(case.rule, graph, problem.layout, given, factor, largest)
 
     def make(layout: Layout) -> algorithms.Averaging:
@@ -359,19 +368,20 @@ def learn(name: str, case: Case, learning_rate: float) -> Learned:
 
 
 def lessons() -> Iterator[tuple[str, Case, float]]:
-    """The arguments of `learn`: all learning rules over all compressed rules that they accept."""
+    """The arguments of `learn`: all learning rules over plain gossip and all compressed rules that
+    they accept."""
     compressed = [(c, "") for c in compressors.COMPRESSORS] + [("qsgd", "unbiased=true")]
     pairs = [("choco", c, g) for c, g in compressed]
-    pairs += [("deepsqueeze", c, g) for c, g in compressed if not g] + [("moniqua", "", "")]
+    pairs += [("deepsqueeze", c, g) for c, g in compressed if not g]
+    pairs += [("moniqua", "", ""), ("dpsgd", "", "")]
     for name, kind in learning.LEARNING.items():
         graphs = ("chain 8", "star 8") if kind.relays else OF_LEARNING
         for rule, compressor, given in pairs:
-            of_graph = [Case(graph, rule, compressor, 30, given) for graph in graphs]
-            try:
-                learn(name, replace(of_graph[0], steps=0), 1.0)
-            except ValueError:
-                continue
-            yield from ((name, case, rate) for case in of_graph for rate in LEARNING_RATES)
+            for graph in graphs:
+                case = Case(graph, rule, compressor, 30, given)
+                with suppress(ValueError):
+                    learn(name, replace(case, steps=0), 1.0)
+                    yield from ((name, case, rate) for rate in LEARNING_RATES)
 
 
 def table(results: Iterable[Result], speeds: Iterable[Speed]) -> str:

@@ -33,7 +33,7 @@ from powergossip.training.method_keys import PREFIX, MethodKeys
 from powergossip.training.resuming import check_same_run
 from powergossip.training.task_defaults import TASK_DEFAULTS
 from powergossip.training.trainer import Trainer
-from tests.harness.training import after_steps, configured
+from tests.harness.training import after_steps, built, configured
 
 ALONE = Processes()
 
@@ -132,17 +132,16 @@ def test_a_run_without_an_exchange_gives_a_warning() -> None:
         after_steps(1, local_steps=9999, optimizer="dpsgd")
 
 
-@pytest.mark.parametrize(("rate", "warned"), [(1.9, False), (2.0, True)])
-def test_a_consensus_rate_with_which_models_diverge_gives_a_warning(
-    rate: float, warned: bool
+@pytest.mark.parametrize(("rate", "found"), [(1.0, 1.0), (2.0, 0.9 * 0.975)])
+def test_a_large_consensus_rate_reduces_the_default_diffusion_rate(
+    rate: float, found: float
 ) -> None:
-    """Beyond 2 (1 + β)/λ = 1.95 with β = 0.3, on a ring of 8 with λ = 4/3."""
-    options = {"consensus_rate": rate}
-    given = {"learning": "noloco", "optimizer": "dpsgd", "learning_options": options}
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        after_steps(1, n_workers=8, **given)
-    assert any("consensus_rate" in str(w.message) for w in caught) == warned
+    """γ times that is at most 2 (1 + β)/λ = 1.95 with β = 0.3, on a ring of 8 with λ = 4/3."""
+    given = {"learning": "noloco", "optimizer": "dpsgd", "n_workers": 8}
+    run = built(**given, learning_options={"consensus_rate": rate})
+    assert run.facts()["diffusion_rate"] == pytest.approx(found)
+    with pytest.warns(UserWarning, match="from 0.975 on"):
+        built(**given, learning_options={"consensus_rate": 2.0}, optimizer_diffusion_rate=1.0)
 
 
 @pytest.mark.long

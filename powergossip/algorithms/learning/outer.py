@@ -221,7 +221,7 @@ class OuterRule(GossipRule):
     """
 
     kinds: ClassVar[frozenset[Kind]] = ANY
-    in_place = clips = keeps_slow = True
+    in_place = clips = keeps_slow = limits_rate = True
     variables: ClassVar[tuple[str, ...]] = ("steps", "slow", "previous", "c", "sum")
     kept: ClassVar[tuple[str, ...]] = ("steps",)
     conserved: ClassVar[tuple[str, ...]] = ("slow", "previous")
@@ -258,6 +258,18 @@ class OuterRule(GossipRule):
         self._slow, self._previous = torch.zeros_like(self._x), torch.zeros_like(self._x)
         corrected = self._x if gradient_correction else self._x[:, :0]
         self._c, self._sum = torch.zeros_like(corrected), torch.zeros_like(corrected)
+
+    @classmethod
+    def largest_rate(cls, topology: Topology, options: Mapping[str, Any]) -> float:
+        mu, beta = options["outer_rate"], options["outer_momentum"]
+        _check_rates(mu, beta)
+        recurrence, *more = cls._recurrence(options)
+        return outer_stability.largest_rate(topology, recurrence, mu, beta, *more)
+
+    @classmethod
+    def _recurrence(cls, options: Mapping[str, Any]) -> tuple[Any, ...]:
+        """That of the disagreement, and its options beside μ and β. See outer_stability."""
+        raise NotImplementedError
 
     def begin_after(self, steps: int) -> None:
         if steps % self._local_steps:
@@ -363,8 +375,8 @@ class DiLoCo(OuterRule):
     not enlarge their bias. One worker: Lookahead with β = 0 (Zhang et al. 2019, arXiv:1907.08610).
     μ = 1, β = 0: D-PSGD with local steps.
 
-    With eigenvalues λ of W and the share q of the way to its own optimum that a worker goes in a
-    round, it is stable if λ (1 − μ q) > −1/(1 + 2 β) for all λ. See outer_stability.
+    With real eigenvalues λ of W and the share q of the way to its own optimum that a worker goes in
+    a round, it is stable if λ (1 − μ q) > −1/(1 + 2 β) for all λ. See outer_stability.
 
     Overlapping, G(φ) is in flight during the whole round, or with fragments until that of the next
     one begins. Messages of several iterations are spread over its steps. With the correction, which
@@ -376,7 +388,7 @@ class DiLoCo(OuterRule):
         overlapping: Whether messages are in flight during a gradient.
     """
 
-    limits_rate = overlaps = True
+    overlaps = True
     sequential: ClassVar[frozenset[Kind]] = ANY
     variables: ClassVar[tuple[str, ...]] = (*OuterRule.variables, "mixed")
     conserved: ClassVar[tuple[str, ...]] = (*OuterRule.conserved, "mixed")
@@ -407,10 +419,9 @@ class DiLoCo(OuterRule):
         self._taken, self._all_turns = 0, self._interval  # of the messages in flight
 
     @classmethod
-    def largest_rate(cls, topology: Topology, options: Mapping[str, Any]) -> float:
-        _check_rates(options["outer_rate"], options["outer_momentum"])
-        pull = options["outer_rate"] if options["overlapping"] else 0.0
-        return outer_stability.largest_rate(topology, options["outer_momentum"], pull)
+    def _recurrence(cls, options: Mapping[str, Any]) -> tuple[Any, ...]:
+        overlaps = options["overlapping"]
+        return (outer_stability.overlapping_diloco if overlaps else outer_stability.diloco,)
 
     def _gradient(self) -> Gradient:
         if not self._overlapping:
@@ -464,10 +475,16 @@ class GASLoC(OuterRule):
         y = φ + μ (x − φ)
         φ ← G(y) + β (y − y'),   y' ← y      y' = φ at the start
 
-    arXiv:2606.11081. Stable on all graphs on which G is, but not with strong compression.
+    arXiv:2606.11081. On undirected static graphs it is stable if λ > −1 − 2 β for all eigenvalues λ
+    of W. On directed and time-varying ones, momentum limits the diffusion rate, see
+    outer_stability, and so does strong compression.
 
     Cost of a round: that of DiLoCo.
     """
+
+    @classmethod
+    def _recurrence(cls, options: Mapping[str, Any]) -> tuple[Any, ...]:
+        return (outer_stability.gasloc,)
 
     def _outer_step(self, fragment: Fragment, own: Variables) -> RuleStep:
         y = own.slow.lerp_(own.x, self._mu)
@@ -523,15 +540,6 @@ class NoLoCo(OuterRule):
         )
         self._gamma = self._mu if consensus_rate is None else consensus_rate
         checks.positive("consensus_rate", self._gamma)
-        topology, first = self._network.topology, not self._network.processes.rank
-        if first and topology.n_workers > 1 and topology.symmetric and topology.period == 1:
-            largest = 2 * (1 + outer_momentum) / topology.largest_eigenvalue
-            if self._gamma > largest:
-                warnings.warn(
-                    f"consensus_rate={self._gamma:g}: use at most {largest:.3g} with topology="
-                    f"{topology.name}; models may diverge otherwise",
-                    stacklevel=2,
-                )
         fast = gradient_correction and self._alpha > 0.3
         if fast and outer_momentum > 0.7 and not self._network.processes.rank:
             warnings.warn(
@@ -540,6 +548,11 @@ class NoLoCo(OuterRule):
                 "diverge otherwise",
                 stacklevel=2,
             )
+
+    @classmethod
+    def _recurrence(cls, options: Mapping[str, Any]) -> tuple[Any, ...]:
+        rate = options["consensus_rate"]
+        return outer_stability.noloco, options["outer_rate"] if rate is None else rate
 
     def _first_memory(self) -> Tensor:
         return torch.zeros_like(self._x)
