@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from powergossip.errors import BadInput
+from powergossip.errors import BadInput, reason
 
 T = TypeVar("T")
 
@@ -117,8 +117,10 @@ class Processes:
         complaint = None
         try:
             yield
-        except (ValueError, OSError) as error:
+        except ValueError as error:
             complaint = str(error)
+        except OSError as error:
+            complaint = reason(error)
         except (MemoryError, RuntimeError) as error:  # torch's allocator for CPUs has no own type
             if "allocate" not in str(error):
                 raise

@@ -54,12 +54,13 @@ class Drafts:
             self.remove(other.name)
 
     def replace(self, name: str, contents: bytes, sync: bool = False) -> None:
-        """Write or replace a file. With `sync`, it survives a power failure."""
-        with self._moving(name) as draft:
-            _write(draft, contents, sync)
-            draft.replace(self._folder / name)
-        if sync:
-            sync_folder(self._folder)
+        """Write or replace a file. With `sync`, it survives a power failure. Errors name it."""
+        with naming(self._folder / name):
+            with self._moving(name) as draft:
+                _write(draft, contents, sync)
+                draft.replace(self._folder / name)
+            if sync:
+                sync_folder(self._folder)
 
     def make_folder(self, name: str) -> None:
         """Make a folder within the folder."""
@@ -85,7 +86,8 @@ class Drafts:
 
     def check(self) -> None:
         """Raise Dropped if another process has taken over."""
-        if self._folder.exists() and not (self._own is not None and self._own.exists()):
+        exists = os.path.exists  # that of Path raises an exception if the disk fails
+        if exists(self._folder) and not (self._own is not None and exists(self._own)):
             raise self._dropped()
 
     def _dropped(self) -> Dropped:
@@ -106,6 +108,15 @@ class Drafts:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """A block whose failures have this path: those of flush and fsync have none."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
 
 
 def _drafts(folder: Path) -> list[Path]:

@@ -13,6 +13,7 @@ import argparse
 import dataclasses
 import difflib
 import inspect
+import json
 import math
 import sys
 import textwrap
@@ -34,7 +35,7 @@ from omegaconf.errors import OmegaConfBaseException
 from powergossip import errors, exits, launcher, presets, reading
 from powergossip.errors import BadInput
 from powergossip.runs import metrics
-from powergossip.runs.files import CONFIG_FILE, DATED
+from powergossip.runs.files import CHECKPOINTS, CONFIG_FILE, DATED, INDEX
 
 OPTION = "optimizer_"  # of keys of options of methods
 
@@ -116,7 +117,7 @@ def read_command_line(
     resume = any(key in config and after[key] for key in ("resume", "evaluate_only"))
     folder = _output_dir(options.output_dir, options.suffix, resume)
     if resume and folder and (Path(folder) / CONFIG_FILE).exists():
-        assignments = [*_of_saved_run(config, Path(folder) / CONFIG_FILE), *assignments]
+        assignments = [*_of_saved_run(config, Path(folder)), *assignments]
         _after(config, assignments)
     given = set_by_driver(config) | {a.name: a.source for a in assignments}
     for assignment in assignments:
@@ -349,14 +350,33 @@ def _is_of_own_method(config: DictConfig, key: object) -> bool:
     return key not in config and str(key).startswith(OPTION)
 
 
-def _of_saved_run(config: DictConfig, file: Path) -> list[_Assignment]:
+def of_run(folder: Path) -> dict[Any, tuple[Any, int]]:
+    """Key → (value, line) of a run's config.yaml. Raises BadInput.
+
+    If that is missing, or a power failure has left it empty, the last checkpoint has the values.
+    """
+    file = folder / CONFIG_FILE
+    try:
+        return _read_yaml(str(file), file)
+    except BadInput:
+        if file.exists() and (not file.is_file() or file.read_bytes().strip(b"\0")):
+            raise
+        try:
+            index = json.loads((folder / CHECKPOINTS / INDEX).read_bytes())
+            return {key: (value, 1) for key, value in index["last"]["facts"]["config"].items()}
+        except (OSError, ValueError, LookupError, TypeError, AttributeError):
+            pass  # no such index
+        raise
+
+
+def _of_saved_run(config: DictConfig, folder: Path) -> list[_Assignment]:
     """The values of a run's config.yaml, for keys that have their defaults in `config`."""
-    changed_before = set_by_driver(config)
+    changed_before, file = set_by_driver(config), folder / CONFIG_FILE
     return [
         _Assignment(
             str(key), value, Origin(f"{file}, line {line}", False), f"{file}, line {line}: "
         )
-        for key, (value, line) in _read_yaml(str(file), file).items()
+        for key, (value, line) in of_run(folder).items()
         if key not in changed_before and not _is_of_own_method(config, key)
     ]
 

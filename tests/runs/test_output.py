@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from powergossip.runs.atomic_files import Drafts
 from powergossip.runs.checkpoints import Checkpoints
 from powergossip.runs.files import FIGURE
 from powergossip.runs.metrics import FILE
-from powergossip.runs.output import Output
+from powergossip.runs.output import COMPLETE, ENDING, Output
 from powergossip.training import recorder
 
 
@@ -27,13 +28,14 @@ def config() -> Any:
 
 
 @pytest.mark.parametrize("content", ["{", "[1]", ""])
-def test_a_damaged_info_file_is_named(tmp_path: Path, config: Any, content: str) -> None:
+def test_a_damaged_info_file_is_named_and_written_again(
+    tmp_path: Path, config: Any, content: str
+) -> None:
     Output(str(tmp_path), config).close()
     (tmp_path / "info.json").write_text(content)
-    with pytest.raises(ValueError, match=r"info\.json") as caught:
-        Output(str(tmp_path), config, offset=0)
-    assert str(tmp_path / "info.json") in str(caught.value)
-    assert (tmp_path / "info.json").read_text() == content
+    with pytest.warns(UserWarning, match=re.escape(str(tmp_path / "info.json"))):
+        Output(str(tmp_path), config, offset=0).close(COMPLETE)
+    assert json.loads((tmp_path / "info.json").read_text()) == {ENDING: COMPLETE}
 
 
 def test_a_resumed_run_keeps_its_information_and_the_rows_up_to_an_offset(
