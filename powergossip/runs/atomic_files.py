@@ -3,8 +3,9 @@
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -127,6 +128,22 @@ def clear_drafts(folder: Path) -> None:
     """Remove the drafts of an earlier run of the program."""
     for drafts in _drafts(folder):
         shutil.rmtree(drafts, ignore_errors=True)
+
+
+@contextmanager
+def scratch(folder: Path) -> Iterator[Path]:
+    """A temporary folder in a folder, for files that are to appear there complete.
+
+    Removes those that killed processes have left: without a change for a day.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for other in folder.glob(".incomplete-*"):
+        with suppress(OSError):  # another process removes it, too
+            times = [path.stat().st_mtime for path in (other, *other.rglob("*"))]
+            if max(times) < time.time() - 86_400:
+                shutil.rmtree(other)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".incomplete-") as place:
+        yield Path(place)
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -650,3 +650,56 @@ def test_workers_find_their_rows_in_any_layout(tmp_path: Path) -> None:
         assert loaded["deep"][0]["a"].tolist() == [2 * i for i in wanted]
         assert loaded["deep"][1:4] == ["word", None, 3]
         assert loaded["deep"][4] == 7
+
+
+@pytest.mark.parallel(nprocs=[1, 2, 4])
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_processes_agree_on_an_intact_checkpoint(kind: str, tmp_path: Path) -> None:
+    """Whatever part is damaged. The one before is kept if the last one is the best."""
+    who = network.processes()
+    shared = Path(who.broadcast(str(tmp_path)))
+    kept = Checkpoints(shared, who)
+    for step, score in enumerate((1.0, 2.0, 3.0)):
+        kept.save(step, range(who.rank, who.rank + 1), {"x": torch.zeros(1)}, {}, score)
+    assert kept.intact("last") == "last"
+    if who.rank == who.size - 1:
+        damage(shared / "checkpoints" / "step-000002" / f"part-{who.index}.pt", kind)
+    who.gather(None)
+    with pytest.raises(BadInput, match=f"part-{who.size - 1}.pt"):
+        kept.intact("last")
+    assert kept.intact("last", others=True) == "before"
+    entry = kept.describe("before")
+    assert entry is not None
+    assert entry["step"] == 1
+
+
+def test_a_changed_index_is_rejected(tmp_path: Path) -> None:
+    """By one sentence, also if it is JSON of another shape."""
+    kept, draw = Checkpoints(tmp_path, network.Processes()), random.Random(1)
+    for step in range(2):
+        kept.save(step, range(1), {"x": torch.zeros(1)}, {"metrics_bytes": 0, "a": [1]}, 0.5)
+    index = tmp_path / "checkpoints" / "index.json"
+    whole = index.read_text()
+
+    def places(tree: Any) -> list[tuple[Any, Any]]:
+        keys = list(tree) if isinstance(tree, dict) else range(len(tree))
+        found = [(tree, key) for key in keys]
+        for key in keys:
+            found += places(tree[key]) if isinstance(tree[key], dict | list) else []
+        return found
+
+    for place in range(len(places(json.loads(whole)))):
+        tree = json.loads(whole)
+        holder, key = places(tree)[place]
+        if key in ("version", "sha256"):
+            continue
+        holder[key] = draw.choice(
+            [value for value in (5, "a", [], {}, 1e9) if value != holder[key]]
+        )
+        index.write_text(json.dumps(tree))
+        with pytest.raises(BadInput, match=r"index\.json is damaged"):
+            kept.describe()
+    for text in ("[" * 10**5, "[]", "5", '{"version": 1, "last": 5}', '{"version": 1, "last": {}}'):
+        index.write_text(text)
+        with pytest.raises(BadInput, match=r"index\.json"):
+            kept.describe()

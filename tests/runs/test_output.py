@@ -18,13 +18,13 @@ from powergossip.runs.files import FIGURE
 from powergossip.runs.metrics import FILE
 from powergossip.runs.output import COMPLETE, ENDING, Output
 from powergossip.training import recorder
+from tests.harness.helpers import files_below
 
 
 @pytest.fixture
 def config() -> Any:
-    from omegaconf import OmegaConf
-
-    return OmegaConf.create({"overwrite": False, "tensorboard": False})
+    of_each_run = {"log_verbosity": 1, "n_workers": 1}
+    return {"overwrite": False, "tensorboard": False, **of_each_run}
 
 
 @pytest.mark.parametrize("content", ["{", "[1]", ""])
@@ -36,6 +36,51 @@ def test_a_damaged_info_file_is_named_and_written_again(
     with pytest.warns(UserWarning, match=re.escape(str(tmp_path / "info.json"))):
         Output(str(tmp_path), config, offset=0).close(COMPLETE)
     assert json.loads((tmp_path / "info.json").read_text()) == {ENDING: COMPLETE}
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("config.yaml", "metrics.jsonl", "info.json", "figure.png", "sample.txt"),
+        *("checkpoints/my-llm/model.bin", "checkpoints/index.json", "checkpoints/step-10/x.pt"),
+        *("checkpoints/step-000010/part-0.pt", "checkpoints/step-000010/model.bin"),
+    ],
+)
+def test_files_of_others_are_never_overwritten(
+    name: str, overwrite: bool, tmp_path: Path, config: Any
+) -> None:
+    for other in (name, "wandb/offline-run-x/run-x.wandb", "notes.txt"):
+        (tmp_path / other).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / other).write_text("seed: 1\n")
+    before = files_below(tmp_path)
+    with pytest.raises(ValueError, match=f"{name.split('/')[0]}.*use another --output-dir"):
+        Output(str(tmp_path), config | {"overwrite": overwrite})
+    assert files_below(tmp_path) == before
+
+
+@pytest.mark.parametrize("linked", [False, True])
+def test_a_run_is_overwritten_and_nothing_else(linked: bool, tmp_path: Path, config: Any) -> None:
+    folder, scratch = tmp_path / "run", tmp_path / "scratch"
+    first = Output(str(folder), config)
+    first.add_info({"a": 1})
+    first.close()
+    if linked:
+        scratch.mkdir()
+        (folder / "checkpoints").symlink_to(scratch)
+    for step in range(3):
+        Checkpoints(folder, Processes()).save(step, range(1), {"x": torch.zeros(1)}, {})
+    mine = ["wandb/offline-run-x/a", "checkpoints/my-llm/a", "checkpoints/step-1/a"]
+    mine += ["checkpoints/step-000001/notes.txt", "checkpoints/step-000001-copy/part-0.pt"]
+    for name in mine:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("mine")
+    Output(str(folder), config | {"overwrite": True}).close()
+    assert (folder / "checkpoints").is_symlink() == linked
+    found = files_below(folder)
+    found |= {f"checkpoints/{name}": b for name, b in files_below(folder / "checkpoints").items()}
+    files = {name for name, content in found.items() if content is not None}
+    assert files == {*mine, "config.yaml", "metrics.jsonl"}
 
 
 def test_a_resumed_run_keeps_its_information_and_the_rows_up_to_an_offset(
