@@ -149,8 +149,9 @@ def scratch(folder: Path) -> Iterator[Path]:
 def write_atomically(path: Path, text: str) -> None:
     """Write or replace a file. Readers see the old or the new contents, never a part."""
     new = path.with_name(f"{path.name}.new")
-    _write(new, text.encode())
-    new.replace(path)
+    with naming(path):
+        _write(new, text.encode())
+        new.replace(path)
 
 
 def _write(path: Path, contents: bytes, sync: bool = False) -> None:
