@@ -147,7 +147,7 @@ def _missing(forms: Sequence[Form], place: Path) -> str:
 
 def _any_of(forms: Sequence[Form]) -> str:
     *others, last = map(str, forms)
-    return f"{'; '.join(others)}; or {last}" if others else last
+    return f"one of: {'; '.join(others)}; {last}" if others else last
 
 
 def _not_found(source: DataSource, places: Sequence[Path], problem: _Problem) -> str:
