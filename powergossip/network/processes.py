@@ -130,7 +130,7 @@ class Processes:
             )
         for text in self.everywhere(complaint):
             if text is not None:
-                raise BadInput(text)
+                raise BadInput(text) from None
 
     def everywhere(self, value: T) -> list[T]:
         """`gather`, with those of the other shards, if each worker is divided over several."""

@@ -175,6 +175,7 @@ def structured(kind: type[Any]) -> DictConfig:
 
     An assignment of an unknown key or a value of the wrong type raises BadInput.
     """
+    exits.end_with_sentences()
     return _Typed(kind)
 
 
@@ -440,7 +441,8 @@ def assign(config: DictConfig, key: str, value: Any, source: str = "") -> None:
         close = [name] if kind else within or difflib.get_close_matches(key, kinds, 3, 0.75)
         hint = f"did you mean {' or '.join(close)}?" if close else "--help lists the keys"
         if key.startswith(OPTION) and not within:
-            hint += " (functools.partial gives options to a row of your own)"
+            option = f"{key.removeprefix(OPTION)}={_yaml_value(value)}"
+            hint += f" (a row of your own has options by functools.partial(…, {option}))"
         raise BadInput(f'{source}key "{key}" is unknown; {hint}')
     wrong_type = BadInput(f"{source}{key}={_yaml_value(value)}: use {_type_name(kind)}")
     is_bool = kind in (bool, bool | None)

@@ -176,7 +176,11 @@ def test_the_message_has_the_searched_places_and_the_remedies(
     [
         ("Cifar", "", r"one of: the folder cifar-10-batches-py; .*; cifar-10-binary.tar.gz"),
         ("Cifar100", "", r"one of: the folder cifar-100-python; .*; cifar-100-binary.tar.gz"),
-        ("LSTM", "wikitext2", r"one of: wiki.train.tokens, wiki.test.tokens; the folder wikitext-2"),
+        (
+            "LSTM",
+            "wikitext2",
+            r"one of: wiki.train.tokens, wiki.test.tokens; the folder wikitext-2",
+        ),
         ("LSTM", "ptb", r"one of: ptb.train.txt, ptb.test.txt; the folder ptb"),
     ],
 )
