@@ -1,8 +1,10 @@
 """Laws of output folders, of files written in one piece, and of the best checkpoint."""
 
+import errno
 import json
 import os
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 import torch
 
 from powergossip import trees
-from powergossip.errors import CannotWrite, Dropped
+from powergossip.errors import BadInput, CannotWrite, Dropped
 from powergossip.network import Processes
 from powergossip.runs.atomic_files import Drafts
 from powergossip.runs.checkpoints import Checkpoints
@@ -213,3 +215,89 @@ def test_a_figure_on_a_full_disk_is_a_sentence(tmp_path: Path) -> None:
     (tmp_path / FIGURE).symlink_to("/dev/full")
     with pytest.raises(CannotWrite, match=FIGURE):
         recorder.report(tmp_path, 0, "accuracy")
+
+
+def fail(*_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("call", ["os.fsync", "pathlib.Path.replace", "pathlib.Path.rename"])
+def test_a_disk_that_is_full_at_last_is_a_sentence_with_the_path(
+    call: str, tmp_path: Path, config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some file systems report it at fsync or rename, without a path."""
+    kept, state = Checkpoints(tmp_path, Processes()), {"x": torch.zeros(1)}
+    output = Output(str(tmp_path), config)
+    kept.save(1, range(1), state, {})
+    with monkeypatch.context() as patch:
+        patch.setattr(call, fail)
+        with pytest.raises(
+            BadInput, match=f"{tmp_path}.*No space left on device; make room"
+        ) as found:
+            kept.save(2, range(1), state, {})
+        assert "Errno" not in str(found.value)
+        if call != "pathlib.Path.rename":
+            with pytest.raises(CannotWrite, match=f"{tmp_path}.*No space left on device"):
+                output.add_info({})
+    entry = kept.describe()
+    assert entry is not None
+    assert entry["step"] == 1
+
+
+@pytest.mark.parametrize("ending", [None, COMPLETE, "Interrupted"])
+def test_a_failing_close_does_not_hide_another_exception(
+    ending: str | None, tmp_path: Path, config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = Output(str(tmp_path), config)
+    monkeypatch.setattr(output.rows, "close", fail)
+    if ending == "Interrupted":
+        output.close(ending)
+    else:
+        with pytest.raises(CannotWrite, match="No space left"):
+            output.close(ending)
+    assert not list(tmp_path.glob(".drafts*"))
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_rows_are_written_again_if_their_file_is_replaced(
+    replaced: bool, tmp_path: Path, config: Any
+) -> None:
+    """By an editor during the run, or removed."""
+    output = Output(str(tmp_path), config)
+    output.write("error", {"value": 1.0}, {})
+    (tmp_path / FILE).unlink()
+    if replaced:
+        (tmp_path / FILE).write_text("mine")
+    output.write("error", {"value": 2.0}, {})
+    assert output.offset() == (tmp_path / FILE).stat().st_size
+    output.write("error", {"value": 3.0}, {})
+    output.close(COMPLETE)
+    rows = [json.loads(line)["value"] for line in (tmp_path / FILE).read_text().splitlines()]
+    assert rows == [1.0, 2.0, 3.0]
+
+
+def test_checkpoints_go_on_if_a_user_removes_them(tmp_path: Path) -> None:
+    kept = Checkpoints(tmp_path, Processes())
+    for step in (1, 2):
+        kept.save(step, range(1), {"x": torch.zeros(1)}, {})
+        if step == 1:
+            shutil.rmtree(tmp_path / "checkpoints")
+    entry = kept.describe()
+    assert entry is not None
+    assert entry["step"] == 2
+
+
+def test_a_failing_disk_is_no_other_process(
+    tmp_path: Path, config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = Output(str(tmp_path), config)
+
+    def failing(*_: object, **__: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        for call in ("os.stat", "pathlib.Path.stat", "pathlib.Path.open", "os.fsync"):
+            patch.setattr(call, failing)
+        with pytest.raises(CannotWrite, match="Input/output error"):
+            output.add_info({})
+    output.close()
