@@ -87,7 +87,7 @@ def log_metric(name: str, values: Mapping[str, float], tags: Mapping[str, Any]) 
 def log_info(info: Mapping[str, Any]) -> None:
     """Log metadata, such as {"state.progress": 0.5}, to OUTPUT_DIR/info.json."""
     if _output is not None:
-        _output.add_info(info)
+        _output.add_info(info, sync=False)  # often, and nothing resumes
 
 
 def log_runtime(label: str, mean: float, std: float, instances: int) -> None:

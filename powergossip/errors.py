@@ -1,6 +1,11 @@
 """Exceptions that end a run. Imports nothing heavy."""
 
 
+def reason(error: OSError) -> str:
+    """The file and the reason of a failure, without its number."""
+    return ": ".join(str(text) for text in (error.filename, error.strerror or error) if text)
+
+
 class BadInput(ValueError):
     """Invalid input of the user. The text is one sentence with the accepted values."""
 

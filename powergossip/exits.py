@@ -67,6 +67,19 @@ def code_of(error: BaseException) -> int:
     return 2 if isinstance(error, BadInput) else int(getattr(error, "exit_code", 1))
 
 
+def end_with_sentences() -> None:
+    """Report errors of the user that nobody catches in one sentence, also in a driver script."""
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not isinstance(error, BadInput | Stopped):
+            return sys.__excepthook__(kind, error, trace)
+        report(error)
+        sys.exit(code_of(error))
+
+    if sys.excepthook is sys.__excepthook__:
+        sys.excepthook = hook
+
+
 def end_together(found: Group) -> None:
     """End all processes on an uncaught exception: the others would wait for messages forever."""
 

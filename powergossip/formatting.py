@@ -50,11 +50,17 @@ def without_empty_columns(table: Sequence[Sequence[str]]) -> list[list[str]]:
     return [list(line) for line in zip(*columns, strict=True)]
 
 
+def visible(text: str) -> str:
+    """Return a text with escapes in place of control characters, which a terminal would obey."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
 def plain(table: Sequence[Sequence[str]]) -> str:
     """Return a table, [line][cell] with the header first, as indented plain text.
 
     The first column is aligned to the left, the others to the right.
     """
+    table = [list(map(visible, line)) for line in table]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = (
         "   ".join(
@@ -69,4 +75,4 @@ def plain(table: Sequence[Sequence[str]]) -> str:
 def markdown(header: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
     """Return a Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+    return "\n".join(f"| {' | '.join(visible(str(cell)) for cell in line)} |" for line in lines)

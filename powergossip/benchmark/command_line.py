@@ -30,7 +30,7 @@ from pathlib import Path
 from powergossip import checks, command_line
 from powergossip.benchmark.entries import Entry
 from powergossip.benchmark.tasks import QUICK, SEEDS, TASKS, TIERS, TRIES, BenchmarkTask
-from powergossip.errors import BadInput
+from powergossip.errors import BadInput, reason
 from powergossip.formatting import plain
 
 OUTPUT = Path("output/benchmark")
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str]) -> None:
     except BrokenPipeError:  # `| head`
         sys.stdout = None
     except OSError as error:
-        raise BadInput(f"{error.filename}: {error.strerror}") from error
+        raise BadInput(reason(error)) from error
 
 
 def _warn(text: str) -> None:

@@ -66,14 +66,15 @@ def _rounded(value: Any) -> Any:
 def read(path: Path) -> dict[str, Any]:
     """A file of results. Raises BadInput."""
     try:
-        found = json.loads(path.read_text(), parse_constant=_no_number)
+        number = {"parse_constant": _finite, "parse_float": _finite, "parse_int": _finite}
+        found = json.loads(path.read_text(), **number)
         for of_tier in found["tiers"].values():
             for name, of_task in of_tier.items():
                 _check_results(name, of_task)
         ok = isinstance(found["source"], str) and isinstance(found["name"], str)
     except OSError as error:
         raise BadInput(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         ok = False
     if not ok:
         raise BadInput(f"{path} is no file of results; `run` writes them")
@@ -81,16 +82,19 @@ def read(path: Path) -> dict[str, Any]:
     return dict(found)
 
 
-def _no_number(name: str) -> None:
-    raise ValueError(f"{name} is no finite number")
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is no finite number")
+    return int(text) if text.lstrip("-").isdecimal() else value
 
 
 def _check_results(name: str, of_task: Mapping[str, Any]) -> None:
     """Raise one of several errors for results of a task that lack something."""
     _ = of_task["version"] + 0, of_task["data"] + ""
     _ = of_task["setting"].items(), of_task["made"].items()
-    _ = [(tried["setting"].items(), (tried["score"] or 0) + 0) for tried in of_task["tried"]]
-    _ = [(of_task.get(key) or 0) + 0 for key in ("state", "cpu")]
+    _ = [(tried["setting"].items(), _optional(tried["score"])) for tried in of_task["tried"]]
+    _ = [_optional(of_task.get(key)) for key in ("state", "cpu")]
     _ = [seconds + 0 for seconds in of_task["step_seconds"].values()]
     keys = ["step", "mean", "worst", "MB"]
     keys += ["seconds"] if name in TASKS and TASKS[name].is_virtual else []
@@ -102,6 +106,11 @@ def _check_results(name: str, of_task: Mapping[str, Any]) -> None:
             raise ValueError
         for evaluation in run["evaluations"]:
             _ = [evaluation[key] + 0 for key in keys]
+
+
+def _optional(number: Any) -> None:
+    """Raise TypeError for something else than a number or None."""
+    _ = number is None or number + 0
 
 
 def read_all(folders: list[Path], warn: Callable[[str], None] = print) -> list[dict[str, Any]]:

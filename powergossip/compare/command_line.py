@@ -33,6 +33,7 @@ from powergossip.compare.output import (
 )
 from powergossip.compare.runs import SPLITS, folders, is_run, read
 from powergossip.errors import BadInput
+from powergossip.formatting import visible
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -40,7 +41,7 @@ def main(arguments: Sequence[str]) -> None:
     options = _parse(arguments)
 
     def warn(text: str) -> None:
-        print(f"note: {text}", file=sys.stderr)
+        print(f"note: {visible(text)}", file=sys.stderr)
 
     targets = _targets(options.output, options.format)
     if any(form == "html" for _, form in targets) and not page.available():

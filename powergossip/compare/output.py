@@ -1,5 +1,6 @@
 """Files of a comparison: tables as text and Markdown, figures, the HTML page."""
 
+import html
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -40,7 +41,9 @@ def markdown(found: Sequence[Section], figure_files: Sequence[str] = ()) -> str:
     parts = []
     for i, section in enumerate(found):
         header, *lines = section.table()
-        escaped = [[cell.replace("|", "\\|") for cell in line] for line in lines]
+        escaped = [
+            [html.escape(cell, quote=False).replace("|", "\\|") for cell in line] for line in lines
+        ]
         part = f"{section.note()}\n\n{formatting.markdown(header, escaped)}"
         if i < len(figure_files):
             part += f"\n\n![{section.title}]({figure_files[i]})"

@@ -29,6 +29,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from powergossip.runs.atomic_files import scratch
+
 Kernels = ctypes.CDLL
 
 
@@ -119,23 +121,32 @@ def _source() -> str:
 
 
 def _library(compiler: list[str]) -> Kernels:
-    """The library of the cache. Compiles it if it is not there."""
+    """The library of the cache. Compiles it if it is not there, or damaged.
+
+    Its name ends with its checksum: the machine's loader would crash on a damaged one.
+    """
     source, file = _source(), Path(compiler[0]).stat()
     # A home folder may be common to machines with different instructions.
     ingredients = [source, _FLAGS, compiler, file.st_size, file.st_mtime_ns, _processor()]
-    key = hashlib.sha256("\0".join(map(str, ingredients)).encode()).hexdigest()[:16]
-    folder = _cache()
-    library = folder / f"kernels-{key}.so"
-    if not library.exists():
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=folder) as place:
-                # Processes may compile at the same time.
-                os.replace(_compile(compiler, source, Path(place)), library)
-        except OSError:  # no place for a cache
-            with tempfile.TemporaryDirectory() as place:
-                return ctypes.CDLL(str(_compile(compiler, source, Path(place))))
-    return ctypes.CDLL(str(library))
+    key = _checksum("\0".join(map(str, ingredients)).encode())
+    try:
+        folder = _cache()
+        for library in folder.glob(f"kernels-{key}-*.so"):
+            if library.stem.endswith(_checksum(library.read_bytes())):
+                return ctypes.CDLL(str(library))
+            library.unlink(missing_ok=True)
+        with scratch(folder) as place:
+            made = _compile(compiler, source, place)
+            # Processes may compile at the same time.
+            library = folder / f"kernels-{key}-{_checksum(made.read_bytes())}.so"
+            return ctypes.CDLL(str(made.replace(library)))
+    except (OSError, RuntimeError):  # no place for a cache, or no home folder
+        with tempfile.TemporaryDirectory() as temporary:
+            return ctypes.CDLL(str(_compile(compiler, source, Path(temporary))))
+
+
+def _checksum(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def _compile(compiler: list[str], source: str, folder: Path) -> Path:

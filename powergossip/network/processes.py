@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from powergossip import launcher
-from powergossip.errors import BadInput
+from powergossip.errors import BadInput, reason
 
 T = TypeVar("T")
 
@@ -144,8 +144,10 @@ class Processes:
         complaint = None
         try:
             yield
-        except (ValueError, OSError) as error:
+        except ValueError as error:
             complaint = str(error)
+        except OSError as error:
+            complaint = reason(error)
         except (MemoryError, RuntimeError) as error:  # torch's allocator for CPUs has no own type
             if "allocate" not in str(error):
                 raise
@@ -155,7 +157,7 @@ class Processes:
             )
         for text in self.everywhere(complaint):
             if text is not None:
-                raise BadInput(text)
+                raise BadInput(text) from None
 
     def everywhere(self, value: T) -> list[T]:
         """`gather`, with those of the other shards, if each worker is divided over several."""

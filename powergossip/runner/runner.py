@@ -94,6 +94,23 @@ class Run:
 
     def check(self, launcher: str) -> None:
         """Raise BadInput if this run cannot be carried out on this machine."""
+        if self.entry == "train" and launcher != "slurm":
+            names = ("task", "task_options", "data_dir", "download")
+            given = {name: self.values[name] for name in names if name in self.values}
+            _check_data(json.dumps(given, sort_keys=True))
+
+
+@cache
+def _check_data(given: str) -> None:
+    """Raise BadInput if the data of a task, keys of train.py as JSON, are missing or damaged."""
+    from powergossip import tasks
+    from powergossip.training.config import Config
+
+    values = json.loads(given)
+    try:
+        tasks.make(values.pop("task", Config.task), n_workers=1, batch_size=1, seed=1, **values)
+    except ValueError as error:
+        raise BadInput(str(error)) from error
 
 
 Results = Callable[[Run], "DataFrame"]  # the rows of a completed run
@@ -367,8 +384,10 @@ class _Progress:
 
 
 def _last_line(log: Path) -> str:
+    """The last sentence of a program, or the last line that is none of dashes, as of mpirun."""
     lines = last_output(log).split("\n") if log.exists() else []
-    return next((f": {line.strip()}" for line in reversed(lines) if line.strip()), "")
+    errors = [line for line in lines if line.startswith("error: ")]
+    return next((f": {line.strip()}" for line in reversed(errors or lines) if line.strip(" -")), "")
 
 
 def _name(run: Run) -> str:

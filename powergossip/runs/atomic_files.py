@@ -3,8 +3,9 @@
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -54,12 +55,13 @@ class Drafts:
             self.remove(other.name)
 
     def replace(self, name: str, contents: bytes, sync: bool = False) -> None:
-        """Write or replace a file. With `sync`, it survives a power failure."""
-        with self._moving(name) as draft:
-            _write(draft, contents, sync)
-            draft.replace(self._folder / name)
-        if sync:
-            sync_folder(self._folder)
+        """Write or replace a file. With `sync`, it survives a power failure. Errors name it."""
+        with naming(self._folder / name):
+            with self._moving(name) as draft:
+                _write(draft, contents, sync)
+                draft.replace(self._folder / name)
+            if sync:
+                sync_folder(self._folder)
 
     def make_folder(self, name: str) -> None:
         """Make a folder within the folder."""
@@ -85,7 +87,8 @@ class Drafts:
 
     def check(self) -> None:
         """Raise Dropped if another process has taken over."""
-        if self._folder.exists() and not (self._own is not None and self._own.exists()):
+        exists = os.path.exists  # that of Path raises an exception if the disk fails
+        if exists(self._folder) and not (self._own is not None and exists(self._own)):
             raise self._dropped()
 
     def _dropped(self) -> Dropped:
@@ -108,6 +111,15 @@ class Drafts:
         self.close()
 
 
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """A block whose failures have this path: those of flush and fsync have none."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
+
+
 def _drafts(folder: Path) -> list[Path]:
     return list(folder.glob(f"{_PREFIX}*"))
 
@@ -118,11 +130,28 @@ def clear_drafts(folder: Path) -> None:
         shutil.rmtree(drafts, ignore_errors=True)
 
 
+@contextmanager
+def scratch(folder: Path) -> Iterator[Path]:
+    """A temporary folder in a folder, for files that are to appear there complete.
+
+    Removes those that killed processes have left: without a change for a day.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for other in folder.glob(".incomplete-*"):
+        with suppress(OSError):  # another process removes it, too
+            times = [path.stat().st_mtime for path in (other, *other.rglob("*"))]
+            if max(times) < time.time() - 86_400:
+                shutil.rmtree(other)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".incomplete-") as place:
+        yield Path(place)
+
+
 def write_atomically(path: Path, text: str) -> None:
     """Write or replace a file. Readers see the old or the new contents, never a part."""
     new = path.with_name(f"{path.name}.new")
-    _write(new, text.encode())
-    new.replace(path)
+    with naming(path):
+        _write(new, text.encode())
+        new.replace(path)
 
 
 def _write(path: Path, contents: bytes, sync: bool = False) -> None:

@@ -8,8 +8,11 @@ process that loads the state of a worker reads the worker's rows from the part t
 All processes must see the same folder::
 
     OUTPUT_DIR/checkpoints/
-        index.json                the last and the best checkpoint, and the parts of both
+        index.json                the checkpoints that are kept, and their parts
         step-000490/part-3.pt     the workers of process 3
+
+Two checkpoints are kept: the last one, and the best one, or if that is the last, the one before.
+A run goes on from the other one if the last one is damaged.
 
 The index is replaced atomically once all parts of a new checkpoint are on the disk. A process that
 is killed while it writes does not damage the previous checkpoints. Another one then replaces the
@@ -22,9 +25,10 @@ import hashlib
 import json
 import os
 import pickle
+import re
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -32,21 +36,24 @@ from typing import Any, BinaryIO, TypeVar
 import torch
 from torch import Tensor
 
-from powergossip.errors import Dropped
+from powergossip.errors import BadInput, Dropped
 from powergossip.network import Processes
 from powergossip.runs.atomic_files import Drafts, sync_folder
+from powergossip.runs.files import CHECKPOINTS, INDEX
 from powergossip.trees import Tree, map_tensors
 
 T = TypeVar("T")
 
-FOLDER = "checkpoints"
-_INDEX = "index.json"
+FOLDER, _INDEX = CHECKPOINTS, INDEX
 _VERSION = 1
-_REMEDY = "restore it, or remove the folder checkpoints to start from the beginning"
+_KEPT = ("last", "best", "before")  # entries of the index
+_ENTRY = {"folder", "step", "score", "parts", "facts"}
+_REMEDY = "restore it, or use another --output-dir"
 
 
 class Checkpoints:
-    """The last and the best checkpoint of the run in an output folder.
+    """The checkpoints of the run in an output folder: "last", "best", and "before", the previous
+    one where the best one is the last.
 
     All processes call each method at the same time. Methods raise errors.BadInput in all of them if
     a file cannot be written or read, or differs from its description in the index.
@@ -83,8 +90,8 @@ class Checkpoints:
         with Drafts(self._folder, processes.index) as drafts:
             name = self._by_first(lambda: self._new_folder(drafts, step))
             try:
-                with processes.agreed():
-                    path = self._folder / name / f"part-{processes.index}.pt"
+                path = self._folder / name / f"part-{processes.index}.pt"
+                with processes.agreed(), _writing(path):
                     part = write_part(path, workers, state)
                 parts = processes.gather(part)
                 self._last = self._by_first(
@@ -102,19 +109,58 @@ class Checkpoints:
         result = None
         while result is None:
             found = None
-            with self._processes.agreed():
+            with self._processes.agreed(), _writing(self._folder):
                 if self._processes.rank == 0:
                     found = action()
             result = self._processes.broadcast(found)
         return result
 
     def describe(self, which: str = "last") -> dict[str, Any] | None:
-        """Return step, score and facts of the "last" or "best" checkpoint; None without one."""
+        """Return step, score and facts of a checkpoint; None without one."""
         entry = None
         with self._processes.agreed():
             if self._processes.rank == 0:
                 entry = self._entry(which)
         return self._processes.broadcast(entry)
+
+    def intact(self, which: str, others: bool = False) -> str:
+        """Return the name of an intact checkpoint: `which`, or if `others`, one in its place.
+
+        Each process reads some of the parts. If one is damaged, the first process prints a
+        sentence with the step of the checkpoint in its place.
+
+        Raises:
+            BadInput: If there is none.
+        """
+        damage = self._damage(which)
+        if damage is None:
+            return which
+        for other in [name for name in _KEPT if others and name != which]:
+            entry = self.describe(other)
+            if entry is not None and self._damage(other) is None:
+                if self._processes.is_first:
+                    print(f"{damage}; the run goes on from the checkpoint of step {entry['step']}")
+                return other
+        raise BadInput(f"{damage}; {_REMEDY}")
+
+    def _damage(self, which: str) -> str | None:
+        """A sentence on the first damaged part of a checkpoint. None: all of them are intact."""
+        with self._processes.agreed():
+            parts = list(self._parts(which))
+        damage = None
+        for _, read in parts[self._processes.rank :: self._processes.size]:
+            damage = damage or _damage_of(*read.args)
+        return next(filter(None, self._processes.everywhere(damage)), None)
+
+    def return_to(self, which: str) -> None:
+        """Let a checkpoint be the last one. In the first process."""
+        index = self._index()
+        entry, best = index[which], index["best"]
+        if entry != index["last"]:
+            best = best if which == "best" else None
+            with Drafts(self._folder, self._processes.index) as drafts:
+                drafts.begin()
+                drafts.replace(_INDEX, _as_json(last=entry, best=best), sync=True)
 
     def load(self, workers: range, which: str = "last") -> Tree:
         """Return the state of these workers, on the CPU, from an existing checkpoint."""
@@ -138,16 +184,22 @@ class Checkpoints:
         try:
             index = json.loads(path.read_text())
         except FileNotFoundError:
-            if any(self._folder.glob("step-*")):
+            if any(_steps(self._folder)):
                 raise ValueError(f"{path} is missing; {_REMEDY}") from None
             return {}
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path} is damaged ({error}); {_REMEDY}") from error
         if not isinstance(index, dict) or index.get("version") != _VERSION:
             raise ValueError(
                 f"{path} was written by an incompatible version; use the version that wrote it"
             )
-        return index
+        entries = {name: index.get(name) for name in _KEPT}
+        complete = all(
+            e is None or (isinstance(e, dict) and e.keys() >= _ENTRY) for e in entries.values()
+        )
+        if not complete or index.get("sha256") not in (None, _checksum(entries)):
+            raise ValueError(f"{path} is damaged: SHA-256 checksum mismatch; {_REMEDY}")
+        return entries
 
     def _entry(self, which: str) -> dict[str, Any] | None:
         entry: dict[str, Any] | None = self._index().get(which)
@@ -167,8 +219,9 @@ class Checkpoints:
     def _new_folder(self, drafts: Drafts, step: int) -> str:
         """Make a folder. Returns its name, another one for a second checkpoint of a step."""
         drafts.begin()
-        if not self._index():  # which is missing later only if it was removed
-            drafts.replace(_INDEX, _as_json({"version": _VERSION, "last": None, "best": None}))
+        if not self._index():  # also where a user has removed it meanwhile
+            drafts.replace(_INDEX, _as_json())
+            self._last = None
         name, number = f"step-{step:06d}", 1
         while (self._folder / name).exists():
             number += 1
@@ -197,14 +250,16 @@ class Checkpoints:
             "parts": list(parts),
             "facts": dict(facts() if callable(facts) else facts),
         }
-        best = self._entry("best")
+        before, best = self._entry("last"), self._entry("best")
         if score is not None and (best is None or score > best["score"]):
             best = entry
         sync_folder(self._folder / name)
-        index = {"version": _VERSION, "last": entry, "best": best}
-        drafts.replace(_INDEX, _as_json(index), sync=True)
-        named = {name, best["folder"] if best else name}
-        for other in self._folder.glob("step-*"):
+        kept = {"last": entry, "best": best}
+        if best in (None, entry):
+            kept["before"] = before
+        drafts.replace(_INDEX, _as_json(**kept), sync=True)
+        named = {one["folder"] for one in kept.values() if one is not None}
+        for other in _steps(self._folder):
             if other.name not in named:
                 drafts.remove(other.name)
         return name
@@ -218,7 +273,7 @@ class Checkpoints:
                 pieces.append(rows_of(read(), rows))
         return join(pieces)
 
-    def _parts(self, which: str) -> Iterator[tuple[range, Callable[[], Tree]]]:
+    def _parts(self, which: str) -> Iterator[tuple[range, partial[Tree]]]:
         """The workers of each part, in their order, and a function that reads it."""
         entry = self._entry(which)
         assert entry is not None, f"no {which} checkpoint"
@@ -227,8 +282,45 @@ class Checkpoints:
             yield range(*part["workers"]), partial(_read_part, path, part)
 
 
-def _as_json(index: Mapping[str, Any]) -> bytes:
+def clear(output_dir: Path) -> None:
+    """Remove the checkpoints of a run in its folder, and nothing else."""
+    folder = output_dir / FOLDER
+    for step in _steps(folder):
+        for part in step.glob("part-*.pt"):
+            part.unlink()
+        with suppress(OSError):  # other files are in it
+            step.rmdir()
+    (folder / _INDEX).unlink(missing_ok=True)
+
+
+def _steps(folder: Path) -> list[Path]:
+    """The folders of checkpoints, also of those that are not in the index."""
+    return [
+        path for path in folder.glob("step-*") if re.fullmatch(r"step-\d{6,}(-\d+)?", path.name)
+    ]
+
+
+def _as_json(**entries: Any) -> bytes:
+    kept = dict.fromkeys(_KEPT) | entries
+    index = {"version": _VERSION, **kept, "sha256": _checksum(kept)}
     return json.dumps(index, indent=1).encode()
+
+
+def _checksum(entries: Mapping[str, Any]) -> str:
+    """The SHA-256 of the entries of an index."""
+    return hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            reason += "; make room and start again with resume=true"
+        path = error.filename or path
+        raise ValueError(f"the checkpoint {path} cannot be written: {reason}") from error
 
 
 # --- Parts ---------------------------------------------------------------------------------------
@@ -245,10 +337,7 @@ def write_part(path: Path, workers: range, state: Tree) -> dict[str, Any]:
             if hashing.failed is None:
                 raise
         if hashing.failed is not None:
-            reason = hashing.failed.strerror or str(hashing.failed)
-            if hashing.failed.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                reason += "; make room and start again with resume=true"
-            raise ValueError(f"the checkpoint {path} cannot be written: {reason}")
+            raise hashing.failed
         file.flush()
         os.fsync(file.fileno())
     return {
@@ -259,21 +348,24 @@ def write_part(path: Path, workers: range, state: Tree) -> dict[str, Any]:
     }
 
 
-def _read_part(path: Path, part: Mapping[str, Any]) -> Tree:
-    """Read a part. Raises ValueError unless its size and checksum are those in the index."""
+def _damage_of(path: Path, part: Mapping[str, Any]) -> str | None:
+    """A sentence if the size or the checksum of a part is not that in the index."""
     try:
         size = path.stat().st_size
         if size != part["bytes"]:
-            raise ValueError(
-                f"the checkpoint {path} is damaged: {size} bytes instead of {part['bytes']}; "
-                f"{_REMEDY}"
-            )
+            return f"the checkpoint {path} is damaged: {size} bytes instead of {part['bytes']}"
         with path.open("rb") as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != part["sha256"]:
-                raise ValueError(
-                    f"the checkpoint {path} is damaged: SHA-256 checksum mismatch; {_REMEDY}"
-                )
-            file.seek(0)
+                return f"the checkpoint {path} is damaged: SHA-256 checksum mismatch"
+    except OSError as error:
+        return f"the checkpoint {path} cannot be read: {error.strerror}"
+    return None
+
+
+def _read_part(path: Path, part: Mapping[str, Any]) -> Tree:
+    """Read a part. Raises ValueError."""
+    try:
+        with path.open("rb") as file:
             return torch.load(file, map_location="cpu", weights_only=True)
     except OSError as error:
         raise ValueError(

@@ -15,6 +15,7 @@ import difflib
 import functools
 import hashlib
 import inspect
+import json
 import math
 import sys
 import textwrap
@@ -36,7 +37,7 @@ from omegaconf.errors import OmegaConfBaseException
 from powergossip import __version__, errors, exits, launcher, presets, reading
 from powergossip.errors import BadInput
 from powergossip.runs import metrics
-from powergossip.runs.files import CONFIG_FILE, DATED
+from powergossip.runs.files import CHECKPOINTS, CONFIG_FILE, DATED, INDEX
 
 if TYPE_CHECKING:
     from powergossip.network import Processes
@@ -131,7 +132,7 @@ def read_command_line(
     resume = any(key in config and after[key] for key in ("resume", "evaluate_only"))
     folder = _output_dir(options.output_dir, options.suffix, resume)
     if resume and folder and (Path(folder) / CONFIG_FILE).exists():
-        assignments = [*_of_saved_run(config, Path(folder) / CONFIG_FILE), *assignments]
+        assignments = [*_of_saved_run(config, Path(folder)), *assignments]
         _after(config, assignments)
     given = set_by_driver(config) | {a.name: a.source for a in assignments}
     for assignment in assignments:
@@ -189,6 +190,7 @@ def structured(kind: type[Any]) -> DictConfig:
 
     An assignment of an unknown key or a value of the wrong type raises BadInput.
     """
+    exits.end_with_sentences()
     return _Typed(kind)
 
 
@@ -386,14 +388,33 @@ def _is_of_own_method(config: DictConfig, key: object) -> bool:
     return key not in config and str(key).startswith(OPTION)
 
 
-def _of_saved_run(config: DictConfig, file: Path) -> list[_Assignment]:
+def of_run(folder: Path) -> dict[Any, tuple[Any, int]]:
+    """Key → (value, line) of a run's config.yaml. Raises BadInput.
+
+    If that is missing, or a power failure has left it empty, the last checkpoint has the values.
+    """
+    file = folder / CONFIG_FILE
+    try:
+        return _read_yaml(str(file), file)
+    except BadInput:
+        if file.exists() and (not file.is_file() or file.read_bytes().strip(b"\0")):
+            raise
+        try:
+            index = json.loads((folder / CHECKPOINTS / INDEX).read_bytes())
+            return {key: (value, 1) for key, value in index["last"]["facts"]["config"].items()}
+        except (OSError, ValueError, LookupError, TypeError, AttributeError):
+            pass  # no such index
+        raise
+
+
+def _of_saved_run(config: DictConfig, folder: Path) -> list[_Assignment]:
     """The values of a run's config.yaml, for keys that have their defaults in `config`."""
-    changed_before = set_by_driver(config)
+    changed_before, file = set_by_driver(config), folder / CONFIG_FILE
     return [
         _Assignment(
             str(key), value, Origin(f"{file}, line {line}", False), f"{file}, line {line}: "
         )
-        for key, (value, line) in _read_yaml(str(file), file).items()
+        for key, (value, line) in of_run(folder).items()
         if key not in changed_before and not _is_of_own_method(config, key)
     ]
 
@@ -457,7 +478,8 @@ def assign(config: DictConfig, key: str, value: Any, source: str = "") -> None:
         close = [name] if kind else within or difflib.get_close_matches(key, kinds, 3, 0.75)
         hint = f"did you mean {' or '.join(close)}?" if close else "--help lists the keys"
         if key.startswith(OPTION) and not within:
-            hint += " (functools.partial gives options to a row of your own)"
+            option = f"{key.removeprefix(OPTION)}={_yaml_value(value)}"
+            hint += f" (a row of your own has options by functools.partial(…, {option}))"
         raise BadInput(f'{source}key "{key}" is unknown; {hint}')
     wrong_type = BadInput(f"{source}{key}={_yaml_value(value)}: use {_type_name(kind)}")
     is_bool = kind in (bool, bool | None)

@@ -223,7 +223,7 @@ def scatter(
                 marker=_MARKERS[i % len(_MARKERS)],
                 linestyle="",
                 capsize=3,
-                label=label,
+                label=_name(label),
             )
         axes.set_xscale("log")
         if log_y:
@@ -358,7 +358,7 @@ def _draw(
         title, x, y = labels[panel]
         axes.set_title(title, fontsize=11)
         axes.set_xlabel(x)
-        axes.set_ylabel(fill(y, _LABEL))
+        axes.set_ylabel(fill(y, _LABEL).replace("$", r"\$"))
         axes.grid(color="0.9")
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
@@ -412,7 +412,12 @@ def _plot(axes: "Axes", x: "Series", y: "Series", index: int, label: str) -> Non
         return
     color, style = line_style(index)
     marker = "o" if len(x) <= 25 else ""
-    axes.plot(x, y, color=color, linestyle=style, marker=marker, markersize=4, label=label)
+    axes.plot(x, y, color=color, linestyle=style, marker=marker, markersize=4, label=_name(label))
+
+
+def _name(label: str) -> str:
+    """The name of a line as it is: without TeX, and also one that matplotlib leaves out."""
+    return label.replace("$", r"\$").replace("_", "\N{ZERO WIDTH SPACE}_", label.startswith("_"))
 
 
 def _wide_enough(low: "Series", high: "Series") -> tuple["Series", "Series", "Series"]:

@@ -28,6 +28,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from powergossip.runs.atomic_files import naming
+
 if TYPE_CHECKING:
     from pandas import DataFrame, Series
 
@@ -44,7 +46,7 @@ class MetricsLog:
 
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
-        self._file = self.path.open("ab", buffering=0)
+        self._file = self.path.open("a+b", buffering=0)
 
     def write(self, name: str, values: Mapping[str, float | int], tags: Mapping[str, Any]) -> None:
         """Append a row.
@@ -69,12 +71,23 @@ class MetricsLog:
     @property
     def offset(self) -> int:
         """Size of the file in bytes, which a checkpoint stores."""
-        return os.fstat(self._file.fileno()).st_size
+        return self._status().st_size
 
     def synced_offset(self) -> int:
         """Return `offset` after all rows have been written to the disk."""
-        os.fsync(self._file.fileno())
+        with naming(self.path):
+            os.fsync(self._file.fileno())
         return self.offset
+
+    def unlinked_rows(self) -> bytes | None:
+        """Return all rows if the file was removed or replaced, as editors do, and None else."""
+        if self.path.exists() and os.path.samestat(self.path.stat(), self._status()):
+            return None
+        self._file.seek(0)
+        return self._file.read()
+
+    def _status(self) -> os.stat_result:
+        return os.fstat(self._file.fileno())
 
     def close(self) -> None:
         self._file.close()

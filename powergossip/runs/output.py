@@ -16,17 +16,18 @@ Contents::
 import datetime
 import itertools
 import json
-import shutil
+import os
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
 from powergossip.checks import BadValue
-from powergossip.errors import CannotWrite
-from powergossip.runs import checkpoints, metrics
+from powergossip.errors import BadInput, CannotWrite
+from powergossip.runs import checkpoints, configuration, metrics
 from powergossip.runs.atomic_files import Drafts, clear_drafts
 from powergossip.runs.files import CONFIG_FILE, DATE, DATED, FIGURE, INFO_FILE, SAMPLE
 from powergossip.runs.trackers import Resumed, Trackers
@@ -35,8 +36,14 @@ ENDING = "state.ending"  # in info.json: COMPLETE, or the name of an exception
 COMPLETE = "complete"
 TRACKERS = "trackers"  # in info.json: the identity of the run in each tracker
 # Keys of a command, not of the run: config.yaml has their defaults, so that it repeats the run.
-_OF_COMMAND = ("allow_lost_rows", "overwrite", "resume")
-_FILES = (metrics.FILE, CONFIG_FILE, INFO_FILE, FIGURE, SAMPLE)
+_OF_COMMAND = {
+    "allow_lost_rows": False,
+    "checkpoint": "last",
+    "overwrite": False,
+    "resume": False,
+}
+_FILES = (metrics.FILE, INFO_FILE, FIGURE, SAMPLE, CONFIG_FILE)
+_KEYS = {"log_verbosity", "n_workers", "overwrite"}  # in each config.yaml of this program
 
 
 class Output:
@@ -89,15 +96,24 @@ class Output:
                 raise
             raise ValueError(f"output folder {self.folder}: {error.strerror or error}") from error
 
+    def offset(self) -> int:
+        """The bytes of metrics.jsonl, which are on the disk. A removed file is written again."""
+        rows = self.rows.unlinked_rows()
+        if rows is not None:
+            self._drafts.replace(metrics.FILE, rows, sync=True)
+            self.rows.close()
+            self.rows = metrics.MetricsLog(self.folder / metrics.FILE)
+        return self.rows.synced_offset()
+
     def _start(self, config: Mapping[str, Any]) -> None:
         folder = self.folder
         if folder.is_file():
             raise ValueError(f"--output-dir {folder} is a file; use a folder")
-        held = [folder / name for name in _FILES if (folder / name).exists()]
-        held.extend(folder.glob("events.out.tfevents.*"))
-        held.extend(folder.glob("wandb/*run-*"))
-        if (folder / checkpoints.FOLDER).exists():
-            held.append(folder / checkpoints.FOLDER)
+        held = [folder / name for name in _FILES if os.path.lexists(folder / name)]
+        held.extend(list(folder.glob(f"{checkpoints.FOLDER}/*"))[:1])
+        is_run = _is_run(folder)
+        if held and not is_run:
+            raise ValueError(f"{held[0]} is of no run of this program; use another --output-dir")
         if held and not config["overwrite"]:
             raise ValueError(
                 f"{folder} already holds a run ({held[0].name}); "
@@ -105,11 +121,11 @@ class Output:
             )
         folder.mkdir(parents=True, exist_ok=True)
         self._trackers = Trackers(folder, config)
-        for file in held:
-            if file.is_dir():
-                shutil.rmtree(file)
-            else:
-                file.unlink()
+        if is_run:
+            checkpoints.clear(folder)
+            names = (*_FILES, *(file.name for file in folder.glob("events.out.tfevents.*")))
+            for name in names:
+                (folder / name).unlink(missing_ok=True)
         clear_drafts(folder)
         self._begin(config, b"")
 
@@ -121,8 +137,7 @@ class Output:
             self._drafts.take_over()
         kept = metrics.kept_rows(folder / metrics.FILE, offset, allow_lost_rows)
         self.lost_rows = len(kept) < offset
-        if (folder / INFO_FILE).exists():
-            self._info = _read_info(folder / INFO_FILE)
+        self._info = _read_info(folder / INFO_FILE)
         of_trackers = Resumed(metrics.last_epoch(kept), self._info.get(TRACKERS, {}))
         self._trackers = Trackers(folder, config, of_trackers)
         self._info.pop(ENDING, None)
@@ -136,8 +151,9 @@ class Output:
         have that before open, and append to it."""
         self._drafts.begin()
         self._note_trackers()
-        of_run = {key: value if key not in _OF_COMMAND else False for key, value in config.items()}
-        self._drafts.replace(CONFIG_FILE, OmegaConf.to_yaml(OmegaConf.create(of_run)).encode())
+        of_run = {key: _OF_COMMAND.get(str(key), value) for key, value in config.items()}
+        text = OmegaConf.to_yaml(OmegaConf.create(of_run))
+        self._drafts.replace(CONFIG_FILE, text.encode(), sync=True)
         self._drafts.replace(metrics.FILE, rows, sync=True)
         self.rows = metrics.MetricsLog(self.folder / metrics.FILE)
 
@@ -152,12 +168,16 @@ class Output:
             self.rows.write(name, values, tags)
         self._trackers.write(name, values, tags)
 
-    def add_info(self, info: Mapping[str, Any]) -> None:
-        """Add to info.json, and pass pending rows on to the trackers. Raises CannotWrite."""
+    def add_info(self, info: Mapping[str, Any], sync: bool = True) -> None:
+        """Add to info.json, and pass pending rows on to the trackers. Raises CannotWrite.
+
+        With `sync`, the file survives a power failure.
+        """
         self._trackers.flush()
         self._info.update(info)
+        text = json.dumps(self._info, indent=1) + "\n"
         with self._writing():
-            self._drafts.replace(INFO_FILE, (json.dumps(self._info, indent=1) + "\n").encode())
+            self._drafts.replace(INFO_FILE, text.encode(), sync)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -175,12 +195,16 @@ class Output:
         Args:
             ending: Ending for info.json: COMPLETE, or the name of the exception that ended the run.
         """
+        complete = ending in (None, COMPLETE)
         if ending is not None:
             with suppress(CannotWrite):  # another exception may be on its way
                 self.add_info({ENDING: ending})
-        self.rows.close()
-        self._drafts.close()
-        self._trackers.close(complete=ending in (None, COMPLETE))
+        try:
+            with nullcontext() if complete else suppress(CannotWrite), self._writing():
+                self.rows.close()
+        finally:
+            self._drafts.close()
+            self._trackers.close(complete)
 
 
 def take_over(
@@ -253,15 +277,26 @@ def run_to_resume(name: str | None, resume: bool | str, key: str = "resume") -> 
     return None
 
 
+def _is_run(folder: Path) -> bool:
+    """Whether a folder has a run of this program."""
+    try:
+        return configuration.of_run(folder).keys() >= _KEYS
+    except BadInput:
+        return False
+
+
 def _read_info(path: Path) -> dict[str, Any]:
-    """The contents of info.json. Raises ValueError that names the file."""
+    """The contents of info.json. Nothing, with a warning, if a power failure has damaged it."""
     try:
         info = json.loads(path.read_text())
+        problem = None if isinstance(info, dict) else "not a mapping"
+    except FileNotFoundError:
+        return {}
     except ValueError as error:
-        raise ValueError(f"{path} is damaged ({error}); restore it or remove it") from error
-    if not isinstance(info, dict):
-        raise ValueError(f"{path} is damaged (not a mapping); restore it or remove it")
-    return info
+        problem = str(error)
+    if problem is not None:
+        warnings.warn(f"{path} is damaged ({problem}); it is written again", stacklevel=2)
+    return info if problem is None else {}
 
 
 def new_dated_folder(name: str = DATED) -> Path:

@@ -24,6 +24,7 @@ from powergossip.tasks.augmentation import crop_and_flip
 from powergossip.tasks.images import ImageClassification, LabeledImages
 from powergossip.tasks.task import Task, TaskOptions
 
+ADDRESS = "https://www.cs.toronto.edu/~kriz/cifar.html"
 SHAPE = (3, 32, 32)  # channel, row, column
 N_BYTES = 3 * 32 * 32  # of an image
 
@@ -65,7 +66,8 @@ class Cifar:
         """Training and test images, in the order of the files."""
         readers = self._readers()
         hub = data_files.Hub(f"uoft-cs/{self.name.replace('-', '')}", self._binary, self._convert)
-        source = data_files.DataSource(options.task, tuple(readers), hub)
+        remedy = f"get {self.name}-python.tar.gz from {ADDRESS}"
+        source = data_files.DataSource(options.task, tuple(readers), hub, remedy=remedy)
         form, paths = data_files.find(source, options.data_dir, options.download)
         *batches, test = readers[form](paths)
         train = LabeledImages(

@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from powergossip.runs.atomic_files import scratch
+
 SUMS = "SHA256SUMS"
 GZIP_MAGIC = b"\x1f\x8b"
 PATIENCE = 5.0  # seconds: timeout of the hub
@@ -104,9 +106,13 @@ def find(source: DataSource, data_dir: Path | None, download: bool) -> tuple[For
 
 
 def cache(task: str) -> Path:
-    """The user's folder for downloads of a task."""
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "decentralized-deep-learning" / task
+    """The user's folder for downloads of a task. Without a home folder, a temporary one."""
+    root = os.environ.get("XDG_CACHE_HOME")
+    try:
+        place = Path(root) if root else Path.home() / ".cache"
+    except RuntimeError:
+        place = Path(tempfile.gettempdir()) / f"cache-{os.getuid()}"
+    return place / "decentralized-deep-learning" / task
 
 
 def _environment() -> Path | None:
@@ -141,7 +147,7 @@ def _missing(forms: Sequence[Form], place: Path) -> str:
 
 def _any_of(forms: Sequence[Form]) -> str:
     *others, last = map(str, forms)
-    return f"{'; '.join(others)}; or {last}" if others else last
+    return f"one of: {'; '.join(others)}; {last}" if others else last
 
 
 def _not_found(source: DataSource, places: Sequence[Path], problem: _Problem) -> str:
@@ -224,16 +230,15 @@ def write(folder: Path, contents: Iterable[tuple[str, bytes]]) -> None:
     if several processes write concurrently. SHA256SUMS is renamed first, so that a killed process
     cannot leave all files without their checksums.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".incomplete-") as scratch:
+    with scratch(folder) as place:
         sums = {}
         for name, content in contents:
-            (Path(scratch) / name).write_bytes(content)
+            (place / name).write_bytes(content)
             sums[name] = hashlib.sha256(content).hexdigest()
         lines = [f"{value}  {name}\n" for name, value in sums.items()]
-        (Path(scratch) / SUMS).write_text("".join(lines))
+        (place / SUMS).write_text("".join(lines))
         for name in (SUMS, *sums):
-            (Path(scratch) / name).replace(folder / name)
+            (place / name).replace(folder / name)
 
 
 def _fetch(source: DataSource) -> _Problem | None:

@@ -6,8 +6,8 @@ Each document is followed by the token `END`, which is also before the first one
 import hashlib
 import json
 import re
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from powergossip.checks import BadValue
+from powergossip.runs.atomic_files import scratch
 from powergossip.tasks import data_files
 from powergossip.tasks.documents import Documents
 from powergossip.tasks.task import Split, TaskOptions
@@ -24,7 +25,7 @@ END = 0  # token between documents, of 0 bytes
 TOKENIZERS = re.compile(r"bytes|bpe-([1-9]\d{0,8})")
 ACCEPTED = "bytes, or bpe-SIZE, such as bpe-1024"
 SMALLEST = 257  # tokens of bpe-SIZE: the bytes and END
-_FORMAT = 1  # of the files in the cache
+_FORMAT = 2  # of the files in the cache
 _DAMAGED = (OSError, ValueError, LookupError, TypeError)  # raised for files of the cache
 
 
@@ -129,7 +130,8 @@ class TokenFile:
 
 
 def load(documents: Documents, tokenizer: str, options: TaskOptions) -> TokenFile:
-    """The tokens of documents, from the cache. They are written to it at the first time.
+    """The tokens of documents, from the cache. They are written to it at the first time, and if a
+    checksum shows that a file is damaged.
 
     The cache knows documents by their paths, sizes and times of modification. Several processes may
     write the same tokens concurrently, since each file appears complete.
@@ -139,7 +141,7 @@ def load(documents: Documents, tokenizer: str, options: TaskOptions) -> TokenFil
 
     Raises:
         ValueError: For an unknown tokenizer or one that is not installed, documents that cannot be
-            used, and a cache that cannot be written or is damaged.
+            used, and a cache that cannot be written.
     """
     _check(tokenizer)
     cache = data_files.cache(options.task)
@@ -148,23 +150,22 @@ def load(documents: Documents, tokenizer: str, options: TaskOptions) -> TokenFil
     known: list[Any] = [_FORMAT, tokenizer, options.validation_ratio, str(documents.root.resolve())]
     key = hashlib.sha256(json.dumps([*known, documents.names, of_files]).encode()).hexdigest()
     folder = cache / key[:16]
-    if not folder.is_dir():
-        splits = documents.splits(options.validation_ratio)
-        try:
-            cache.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=cache, prefix=".incomplete-") as scratch:
-                made = _make(tokenizer, documents, splits["train"], cache, Path(scratch))
-                _write(Path(scratch) / "new", documents, splits, *made)
-                _publish(Path(scratch) / "new", folder)
-        except OSError as error:
-            raise ValueError(
-                f"{cache} cannot be written: {error.strerror or error}; set XDG_CACHE_HOME to "
-                "another folder"
-            ) from error
-    try:
+    with suppress(_DAMAGED):
         return _read(folder)
-    except _DAMAGED as error:
-        raise ValueError(f"{folder} is damaged: {error}; remove it") from error
+    splits = documents.splits(options.validation_ratio)
+    try:
+        with scratch(cache) as place:
+            made = _make(tokenizer, documents, splits["train"], cache, place)
+            _write(place / "new", documents, splits, *made)
+            with suppress(_DAMAGED):  # another process was faster
+                return _read(folder)
+            _publish(place / "new", folder, place / "damaged")
+        return _read(folder)
+    except OSError as error:
+        raise ValueError(
+            f"{cache} cannot be written: {error.strerror or error}; set XDG_CACHE_HOME to "
+            "another folder"
+        ) from error
 
 
 def _check(tokenizer: str) -> None:
@@ -193,7 +194,7 @@ def _library() -> Any:
 
 
 def _make(
-    tokenizer: str, documents: Documents, names: Sequence[str], cache: Path, scratch: Path
+    tokenizer: str, documents: Documents, names: Sequence[str], cache: Path, place: Path
 ) -> tuple[Tokenizer, str | None]:
     """The tokenizer of this name, and its file in the cache.
 
@@ -207,11 +208,13 @@ def _make(
     for name in names:
         sha256.update(hashlib.sha256(documents.read(name)).digest())
     path = cache / f"{tokenizer}-{sha256.hexdigest()[:16]}.json"
-    if not path.is_file():
+    try:
+        made = BytePairs(_unsealed(path))
+    except _DAMAGED:
         texts = (documents.read(name).decode() for name in names)
-        (scratch / path.name).write_text(BytePairs.trained(texts, int(size)))
-        (scratch / path.name).replace(path)
-    made = BytePairs(path.read_text())
+        (place / path.name).write_text(_sealed(BytePairs.trained(texts, int(size))))
+        (place / path.name).replace(path)
+        made = BytePairs(_unsealed(path))
     if len(made.byte_counts) < int(size):
         accepted = f"bpe-{len(made.byte_counts)} or less; the training text has no more byte pairs"
         raise BadValue("task_options.tokenizer", tokenizer, accepted)
@@ -255,11 +258,13 @@ def _write(
         "sha256": sha256.hexdigest(),
         "tokenizer": tokenizer_file,
     }
-    (folder / "index.json").write_text(json.dumps(index))
+    (folder / "index").write_text(_sealed(json.dumps(index)))
 
 
-def _publish(new: Path, folder: Path) -> None:
-    """Rename a folder, unless another process was faster."""
+def _publish(new: Path, folder: Path, damaged: Path) -> None:
+    """Rename a folder, and a damaged one in its place. Another process may do the same."""
+    with suppress(FileNotFoundError):
+        folder.rename(damaged)
     try:
         new.rename(folder)
     except OSError:
@@ -267,10 +272,27 @@ def _publish(new: Path, folder: Path) -> None:
             raise
 
 
+def _sealed(text: str) -> str:
+    """A text after its checksum."""
+    return f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}"
+
+
+def _unsealed(path: Path) -> str:
+    """The text of a file that `_sealed` made. Raises an error of `_DAMAGED`."""
+    sealed = path.read_text()
+    text = sealed.partition("\n")[2]
+    if sealed != _sealed(text):
+        raise ValueError(f"{path} is damaged")
+    return text
+
+
 def _read(folder: Path) -> TokenFile:
     """The tokens in a folder. Raises an error of `_DAMAGED` for a damaged one."""
-    index = json.loads((folder / "index.json").read_text())
+    index = json.loads(_unsealed(folder / "index"))
     name = index["tokenizer"]
+    with (folder / "tokens.bin").open("rb") as file:
+        if hashlib.file_digest(file, "sha256").hexdigest() != index["sha256"]:
+            raise ValueError(f"{folder / 'tokens.bin'} is damaged")
     return TokenFile(
         tokens=np.memmap(folder / "tokens.bin", index["dtype"], "r", shape=(index["length"],)),
         pieces={
@@ -279,5 +301,5 @@ def _read(folder: Path) -> TokenFile:
         },
         longest=index["longest"],
         sha256=index["sha256"],
-        tokenizer=BytePairs((folder.parent / name).read_text()) if name else Bytes(),
+        tokenizer=BytePairs(_unsealed(folder.parent / name)) if name else Bytes(),
     )

@@ -24,7 +24,7 @@ class RunKeys:
     allow_lost_rows: bool = False  # resume although rows of metrics.jsonl are lost
     evaluate_only: bool = False  # evaluate a checkpoint of the run in the output folder: no
     #   training, and no file is changed
-    checkpoint: str = "last"  # the checkpoint that evaluate_only evaluates: last or best
+    checkpoint: str = "last"  # to resume, or to evaluate: last or best
     checkpoint_interval: int = 5  # epochs between checkpoints; the end of a run always has one
     log_verbosity: int = 1  # 0: the result alone, 1: a progress bar, 2: also a line for each epoch
     tensorboard: bool = False  # the same as trackers=[tensorboard]

@@ -215,8 +215,10 @@ def _check_values(c: Settings, given: Mapping[str, Any]) -> None:
     checks.one_of("distributed_backend", c.distributed_backend, BACKENDS)
     checks.one_of("all_reduce", c.all_reduce, ("own", "native"))
     checks.one_of("checkpoint", c.checkpoint, ("last", "best"))
-    if c.checkpoint != "last" and not c.evaluate_only:
-        raise ValueError(f"checkpoint={c.checkpoint}: use it with evaluate_only=true")
+    if c.checkpoint != "last" and not (c.evaluate_only or c.resume):
+        raise ValueError(
+            f"checkpoint={c.checkpoint}: use it with resume=true or evaluate_only=true"
+        )
 
     def require(key: str, ok: Callable[[Any], bool], accepted: str) -> None:
         checks.require(vars(c), key, ok, accepted)

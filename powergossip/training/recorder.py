@@ -96,6 +96,8 @@ class Recorder:
                 offset = None if run.resumed is None else trainer.metrics_bytes
                 allowed, index = c.allow_lost_rows, processes.index
                 self.output = Output(run.name, c.as_dict(), offset, allowed, index)
+                if trainer.restored is not None:
+                    Checkpoints(self.output.folder, processes).return_to(trainer.restored)
         own = None if self.output is None else (self.output.folder, self.output.lost_rows)
         found = processes.broadcast(own)
         if found is None:
@@ -114,7 +116,7 @@ class Recorder:
         """The bytes of metrics.jsonl that are on the disk."""
         if self.output is None:
             return metrics.complete_bytes(self.folder / metrics.FILE)
-        return self.output.rows.synced_offset()
+        return self.output.offset()
 
     def report(self, trainer: Trainer) -> None:
         """Draw the figure and print the table, in the process that writes. The run is complete."""
@@ -152,7 +154,10 @@ def _print_start(trainer: Trainer, resumed: Path | None) -> None:
 
 def report(folder: Path, verbosity: int, metric: str, time_is_virtual: bool = False) -> None:
     """Draw the figure and print the table, unless a driver's log_metric has the rows."""
-    rows = metrics.load(folder)
+    try:
+        rows = metrics.load(folder)
+    except ValueError as error:  # removed during the run
+        raise CannotWrite(str(error)) from error
     if rows.empty:
         if verbosity > 0:
             print(f"complete; no rows in {folder / metrics.FILE}, since log_metric was replaced")

@@ -68,11 +68,13 @@ class Resumed(NamedTuple):
     Attributes:
         metrics_bytes: Bytes of metrics.jsonl that belong to its steps.
         workers_before: Number of workers in the checkpoint.
+        checkpoint: Name of the checkpoint: last, or another one of Checkpoints.
     """
 
     state: dict[str, Any]
     metrics_bytes: int
     workers_before: int
+    checkpoint: str
 
 
 def load_checkpoint(
@@ -107,6 +109,9 @@ def load_checkpoint(
                 )
             check_same_run_without_checkpoint(folder, config)
         return None
+    which = saved.intact(which, others=not config.evaluate_only)
+    entry = saved.describe(which)
+    assert entry is not None
     facts = entry["facts"]
     before = facts["config"]["n_workers"]
     with processes.agreed():
@@ -128,7 +133,7 @@ def load_checkpoint(
             present = len(state.get("alive", range(before)))
             if config.evaluate_only and present < before:
                 _check_evaluated_alone(folder, config, processes, present)
-        return Resumed(state, facts["metrics_bytes"], before)
+        return Resumed(state, facts["metrics_bytes"], before, which)
 
     conversion: Any
     if lost or processes.can_be_lost:
@@ -144,12 +149,12 @@ def load_checkpoint(
 
     saved.visit(add, which)
     if config.evaluate_only:
-        return Resumed(conversion.evaluated(), facts["metrics_bytes"], saved_workers)
+        return Resumed(conversion.evaluated(), facts["metrics_bytes"], saved_workers, which)
     with processes.agreed():
         state = conversion.state(facts["steps_per_epoch"])
     if before == config.n_workers and state["epoch"] >= config.num_epochs:
         saved_workers = before  # the run is complete, whatever it has lost: nobody joins it
-    return Resumed(state, facts["metrics_bytes"], saved_workers)
+    return Resumed(state, facts["metrics_bytes"], saved_workers, which)
 
 
 def check_rest(config: Settings, step: int, place: tuple[int, int], workers_before: int) -> None:

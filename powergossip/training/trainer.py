@@ -57,6 +57,7 @@ class Trainer:
         self.position = Position()
         self.metrics_bytes = 0  # of metrics.jsonl that belong to the steps so far
         self.workers_before = config.n_workers  # their number in the checkpoint of a resumed run
+        self.restored: str | None = None  # name of that checkpoint
         if resume_from is not None:
             self._resume(resume_from)
         self.evaluation = Evaluation(
@@ -208,7 +209,7 @@ class Trainer:
             folder, self.config, self.processes, self.parameters, workers, start, self._data
         )
         if found is not None:
-            saved, self.metrics_bytes, self.workers_before = found
+            saved, self.metrics_bytes, self.workers_before, self.restored = found
             self.load_state_dict(saved)
 
     @property

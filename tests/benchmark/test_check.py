@@ -4,7 +4,7 @@ import copy
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,38 @@ def complete(*means: float, **more: Any) -> dict[str, Any]:
 def file_of(**tiers: Mapping[str, Any]) -> dict[str, Any]:
     """Results of an entry, by tier and task."""
     return {"name": "a", "source": "", "tiers": tiers}
+
+
+OF_JSON = ("1e999", "9" * 400, "[" * 10**5)  # in quotes, until they are written
+
+
+def variants(tree: Any) -> Iterator[Any]:
+    """A tree with another value in each place."""
+    odd = [None, {}, [], "a", 5, True, *OF_JSON]
+    places = tree.items() if isinstance(tree, dict) else enumerate(tree)
+    for key, value in list(places):
+        copy = {**tree} if isinstance(tree, dict) else [*tree]
+        inner = variants(value) if isinstance(value, dict | list) else ()
+        for other in (*odd, *inner):
+            copy[key] = other
+            yield copy
+
+
+def test_a_file_of_another_shape_is_a_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    whole = file_of(quick={IMAGES: complete(0.5, state=3)})
+    for tree in variants(whole):
+        text = json.dumps(tree)
+        for odd in OF_JSON:
+            text = text.replace(f'"{odd}"', odd)
+        path.write_text(text)
+        try:
+            found = submissions.read(path)
+        except BadInput:
+            continue
+        submissions.problems(found)
+        submissions.problems(found, whole)
+        submissions.problems(whole, found)
 
 
 # --- Tiers and tasks ------------------------------------------------------------------------------

@@ -271,3 +271,14 @@ def test_without_plotly_a_page_is_bad_input(
     compare.main(["a", "--output", "x"])
     assert "plotly" in capsys.readouterr().err
     assert sorted(path.name for path in (runs / "x").iterdir()) == ["compared.md", "compared.svg"]
+
+
+def test_names_are_neither_html_nor_control_characters(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [write_run(tmp_path / name, topology=name) for name in ("a<b>\x1b[31m", "c")]
+    compare.main([*map(str, runs), "--output", str(tmp_path / "a.md")])
+    for text in (capsys.readouterr().out, (tmp_path / "a.md").read_text()):
+        assert "\x1b" not in text
+        assert "x1b[31m" in text
+    assert "<b>" not in (tmp_path / "a.md").read_text()

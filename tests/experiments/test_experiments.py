@@ -202,6 +202,28 @@ def test_a_failed_run_stops_no_other_and_is_repeated(folder: Folder, tmp_path: P
     assert not (folder.of(bad) / "failed.json").exists()
 
 
+def test_missing_data_are_a_sentence_before_the_first_run(
+    folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("DATA", raising=False)
+    run = Run("train", {"task": "Cifar", "download": False})
+    with pytest.raises(BadInput, match=r"cifar-10-python\.tar\.gz from https://"):
+        carry_out(asked(run), folder, 1)
+    assert not folder.of(run).exists()
+
+
+def test_a_failed_run_shows_its_sentence(
+    folder: Folder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not the block that mpirun prints after it."""
+    (tmp_path / "train.py").write_text(
+        f"raise SystemExit('error: not today\\n{'-' * 74}\\nx\\n---')"
+    )
+    carry_out(asked(Run("train", {})), folder, 1)
+    assert capsys.readouterr().out.endswith("log.txt: error: not today\n")
+
+
 @pytest.mark.parametrize("independent", [False, True])
 def test_a_failed_run_stops_the_next_stage_unless_that_goes_on_without_it(
     independent: bool, folder: Folder, tmp_path: Path

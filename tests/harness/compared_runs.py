@@ -10,7 +10,10 @@ import yaml
 from powergossip import compare
 from powergossip.runs.metrics import FILE, MetricsLog
 
-CONFIG = {"task": "Digits", "num_epochs": 3, "n_workers": 2, "seed": 1, "optimizer": "power-gossip"}
+CONFIG = {
+    **{"task": "Digits", "num_epochs": 3, "n_workers": 2, "seed": 1, "optimizer": "power-gossip"},
+    **{"log_verbosity": 1, "overwrite": False},
+}
 ACCURACIES = (0.5, 0.75, 0.625)
 
 
@@ -55,6 +58,7 @@ def write_sweep(folder: Path, seed: int = 42) -> Path:
     """A run of gossip_run.py: one algorithm, and one with two settings."""
     folder.mkdir(parents=True)
     config = {"n_workers": 4, "seed": seed, "algorithm": "all", "diffusion_rate": None}
+    config |= {"log_verbosity": 1, "overwrite": False}
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     (folder / "info.json").write_text(json.dumps({"state.progress": 1.0}))
     log = MetricsLog(folder / FILE)

@@ -1,7 +1,7 @@
 """Small things that several test files need."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 
@@ -20,6 +20,24 @@ def files_below(folder: Path) -> dict[str, bytes | None]:
         for path in folder.rglob("*")
         if "__pycache__" not in path.parts
     }
+
+
+def damages(file: Path) -> Iterator[str]:
+    """Damage a file, in each way after it was restored: kinds of damage.
+
+    Each is a new file: the one before may be mapped into memory.
+    """
+    octets = file.read_bytes()
+    middle = len(octets) // 2
+    flipped = octets[:middle] + bytes([octets[middle] ^ 1]) + octets[middle + 1 :]
+    zeros = bytes(len(octets))
+    contents = {"truncated": octets[:middle], "flipped": flipped, "empty": b"", "zeros": zeros}
+    for kind, content in contents.items():
+        file.unlink()
+        file.write_bytes(content)
+        yield kind
+    file.unlink()
+    yield "missing"
 
 
 def wait_until(condition: Callable[[], object], seconds: float = 90) -> None:

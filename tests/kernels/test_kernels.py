@@ -2,6 +2,7 @@
 
 import os
 import platform
+import tempfile
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,8 @@ from powergossip import algorithms, kernels, topologies
 from powergossip.algorithms import Averaging, ChocoGossip, DeepSqueeze, Moniqua, compiled
 from powergossip.network import Network, Processes, processes
 from powergossip.parameters import Layout
+from powergossip.tasks import data_files
+from tests.harness.helpers import damages
 
 ALONE = Processes()
 # Lengths below and above a block of 1024, of a multiple of 8 and not, with positions of 1 and 2
@@ -293,6 +296,38 @@ def test_a_library_needs_no_cache(forgotten: pytest.MonkeyPatch, tmp_path: Path)
     (tmp_path / "file").touch()
     forgotten.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert kernels.name(kernels.compiled()) == "compiled"
+
+
+@needs_compiler
+def test_a_damaged_library_is_compiled_again(forgotten: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    forgotten.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert kernels.compiled() is not None
+    (library,) = tmp_path.rglob("kernels-*.so")
+    whole = library.read_bytes()
+
+    def compiler(command: list[str], source: str, folder: Path) -> Path:
+        (folder / "kernels.so").write_bytes(whole)
+        return folder / "kernels.so"
+
+    forgotten.setattr(kernels, "_compile", compiler)
+    for kind in damages(library):
+        kernels.compiled.cache_clear()
+        assert kernels.name(kernels.compiled()) == "compiled", kind
+        assert [path.read_bytes() for path in tmp_path.rglob("*.so")] == [whole]
+
+
+@needs_compiler
+def test_a_machine_without_a_home_folder_has_no_cache(
+    forgotten: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    forgotten.delenv("XDG_CACHE_HOME", raising=False)
+    forgotten.setattr(Path, "home", no_home)
+    forgotten.setattr(tempfile, "tempdir", str(tmp_path))
+    assert kernels.name(kernels.compiled()) == "compiled"
+    assert data_files.cache("Text").is_relative_to(tmp_path)
 
 
 def test_processes_of_an_earlier_run_are_released() -> None:

@@ -6,6 +6,7 @@ import random
 import shlex
 import shutil
 import signal
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -167,7 +168,9 @@ def test_killed_while_a_checkpoint_is_written(function: str, tmp_path: Path) -> 
     assert_same(end_of(tmp_path / "killed"), end_of(tmp_path / "whole"))
     kept = {path.name for path in (tmp_path / "killed" / checkpoints.FOLDER).iterdir()}
     index = json.loads((tmp_path / "killed" / checkpoints.FOLDER / "index.json").read_text())
-    assert kept == {"index.json", index["last"]["folder"], index["best"]["folder"]}
+    entries = [index[name] for name in ("last", "best", "before") if index[name]]
+    assert kept == {"index.json", *(entry["folder"] for entry in entries)}
+    assert len(kept) == 3
 
 
 def test_a_run_killed_before_its_first_checkpoint_begins_again(tmp_path: Path) -> None:
@@ -398,38 +401,100 @@ def test_a_forged_checkpoint_is_not_executed(tmp_path: Path) -> None:
                 (f'"bytes": {len(old)}', f'"bytes": {len(new)}'),
             ):
                 text = text.replace(was, now)
-            index.write_text(text)
+            entries = json.loads(text)
+            entries.pop("sha256", None)
+            index.write_text(json.dumps(entries))
     text = rejected(folder)
     assert "part-0.pt" in text
+    assert "more than tensors" in text
     assert "weights_only" not in text
     assert not trace.exists()
 
 
-@pytest.mark.parametrize("damage", ["cut", "changed", "missing", "index", "no index"])
-def test_a_damaged_checkpoint_is_an_error(damage: str, tmp_path: Path) -> None:
-    run(tmp_path, SMALL)
-    (part,) = {path for path in tmp_path.rglob("part-0.pt") if "000020" in str(path)}
-    octets = part.read_bytes()
-    if damage == "cut":
-        part.write_bytes(octets[:1000])
-        text = rejected(tmp_path)
-        assert "1000 bytes" in text
-        assert str(len(octets)) in text
-    elif damage == "changed":
-        part.write_bytes(octets[:2000] + bytes([octets[2000] ^ 1]) + octets[2001:])
-        assert "SHA-256" in rejected(tmp_path)
-    elif damage == "missing":
-        part.unlink()
-        assert "No such file" in rejected(tmp_path)
-    elif damage == "index":
-        (tmp_path / "checkpoints" / "index.json").write_text('{"version": 1, "la')
-        assert "index.json" in rejected(tmp_path)
+def damage(file: Path, kind: str) -> None:
+    octets = file.read_bytes()
+    middle = len(octets) // 2
+    if kind == "missing":
+        file.unlink()
     else:
-        (tmp_path / "checkpoints" / "index.json").unlink()
-        assert "index.json" in rejected(tmp_path)
-        shutil.rmtree(tmp_path / "checkpoints")  # as the sentence says
-        run(tmp_path, SMALL | {"resume": True, "num_epochs": 1})
-        assert {row["epoch"] for row in rows_of(tmp_path)} == {1}
+        flipped = octets[:middle] + bytes([octets[middle] ^ 1]) + octets[middle + 1 :]
+        file.write_bytes({"truncated": octets[:middle], "flipped": flipped, "empty": b""}[kind])
+
+
+DAMAGES = ("truncated", "flipped", "empty", "missing")
+THREE = SMALL | {"num_epochs": 3}
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of 3 epochs."""
+    folder: Path = tmp_path_factory.mktemp("three")
+    run(folder, THREE)
+    return folder
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_a_run_goes_on_from_an_intact_checkpoint(
+    kind: str, three: Path, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With one sentence. Its rows are those of a run without damage."""
+    folder = tmp_path / "run"
+    shutil.copytree(three, folder)
+    damage(folder / "checkpoints" / "step-000015" / "part-0.pt", kind)
+    run(folder, SMALL | {"resume": True})
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "part-0.pt" in line]
+    assert line.endswith("the run goes on from the checkpoint of step 10")
+    assert rows_of(folder) == rows_of(finished)
+    assert_same(end_of(folder), end_of(finished))
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_a_damaged_run_is_rejected_and_kept(kind: str, three: Path, tmp_path: Path) -> None:
+    """If all checkpoints are damaged, or their index. No advice removes a checkpoint."""
+    for number, damaged in enumerate([["index.json"], ["part-0.pt"]]):
+        folder = tmp_path / str(number)
+        shutil.copytree(three, folder)
+        for file in [*(folder / "checkpoints").rglob(damaged[0])]:
+            damage(file, kind)
+        text = rejected(folder)
+        assert damaged[0] in text
+        assert "remove" not in text
+
+
+def test_a_run_goes_back_to_its_best_checkpoint(tmp_path: Path) -> None:
+    """Later ones continue from there."""
+    changes = SMALL | {"momentum": 0.0, "lr_schedule_milestones": [[2, 150]]}
+    run(tmp_path / "whole", changes)
+    run(tmp_path / "back", changes)
+    kept = Checkpoints(tmp_path / "back", Processes())
+    best = kept.describe("best")
+    assert best is not None
+    assert best["step"] < STEPS
+    killed(
+        tmp_path / "back", changes | {"resume": True, "checkpoint": "best"}, "step", best["step"]
+    )
+    again = kept.describe()
+    assert again == best
+    run(tmp_path / "back", changes | {"resume": "auto"})
+    assert rows_of(tmp_path / "back") == rows_of(tmp_path / "whole")
+    assert_same(end_of(tmp_path / "back"), end_of(tmp_path / "whole"))
+
+
+@pytest.mark.parametrize("empty", [("config.yaml",), ("info.json",), ("config.yaml", "info.json")])
+def test_a_run_resumes_although_a_power_failure_has_emptied_files(
+    empty: tuple[str, ...], three: Path, finished: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(three, folder)
+    for name in empty:
+        (folder / name).write_bytes(b"")
+    arguments = ["--output-dir", str(folder), "resume=auto", "num_epochs=4"]
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        patch.setattr(train, "config", OmegaConf.structured(train.Config))
+        train.main(arguments)
+    assert rows_of(folder) == rows_of(finished)
+    assert OmegaConf.load(folder / "config.yaml") == OmegaConf.load(finished / "config.yaml")
 
 
 def test_a_run_cannot_resume_without_its_configuration(tmp_path: Path) -> None:
@@ -453,16 +518,6 @@ def test_a_run_cannot_resume_without_the_rows_before_its_checkpoint(tmp_path: Pa
     entry = Checkpoints(tmp_path, Processes()).describe()
     assert entry is not None
     assert entry["step"] == STEPS
-
-
-def test_a_run_is_not_overwritten_for_its_checkpoints(tmp_path: Path) -> None:
-    (tmp_path / "checkpoints").mkdir()
-    with pytest.raises(BadInput, match=r"checkpoints.*overwrite=true"):
-        run(tmp_path, SMALL)
-    run(tmp_path, SMALL | {"overwrite": True, "num_epochs": 1})
-    found = Checkpoints(tmp_path, Processes()).describe()
-    assert found is not None
-    assert found["step"] == 5
 
 
 LIMITED = """
@@ -595,3 +650,56 @@ def test_workers_find_their_rows_in_any_layout(tmp_path: Path) -> None:
         assert loaded["deep"][0]["a"].tolist() == [2 * i for i in wanted]
         assert loaded["deep"][1:4] == ["word", None, 3]
         assert loaded["deep"][4] == 7
+
+
+@pytest.mark.parallel(nprocs=[1, 2, 4])
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_processes_agree_on_an_intact_checkpoint(kind: str, tmp_path: Path) -> None:
+    """Whatever part is damaged. The one before is kept if the last one is the best."""
+    who = network.processes()
+    shared = Path(who.broadcast(str(tmp_path)))
+    kept = Checkpoints(shared, who)
+    for step, score in enumerate((1.0, 2.0, 3.0)):
+        kept.save(step, range(who.rank, who.rank + 1), {"x": torch.zeros(1)}, {}, score)
+    assert kept.intact("last") == "last"
+    if who.rank == who.size - 1:
+        damage(shared / "checkpoints" / "step-000002" / f"part-{who.index}.pt", kind)
+    who.gather(None)
+    with pytest.raises(BadInput, match=f"part-{who.size - 1}.pt"):
+        kept.intact("last")
+    assert kept.intact("last", others=True) == "before"
+    entry = kept.describe("before")
+    assert entry is not None
+    assert entry["step"] == 1
+
+
+def test_a_changed_index_is_rejected(tmp_path: Path) -> None:
+    """By one sentence, also if it is JSON of another shape."""
+    kept, draw = Checkpoints(tmp_path, network.Processes()), random.Random(1)
+    for step in range(2):
+        kept.save(step, range(1), {"x": torch.zeros(1)}, {"metrics_bytes": 0, "a": [1]}, 0.5)
+    index = tmp_path / "checkpoints" / "index.json"
+    whole = index.read_text()
+
+    def places(tree: Any) -> list[tuple[Any, Any]]:
+        keys = list(tree) if isinstance(tree, dict) else range(len(tree))
+        found = [(tree, key) for key in keys]
+        for key in keys:
+            found += places(tree[key]) if isinstance(tree[key], dict | list) else []
+        return found
+
+    for place in range(len(places(json.loads(whole)))):
+        tree = json.loads(whole)
+        holder, key = places(tree)[place]
+        if key in ("version", "sha256"):
+            continue
+        holder[key] = draw.choice(
+            [value for value in (5, "a", [], {}, 1e9) if value != holder[key]]
+        )
+        index.write_text(json.dumps(tree))
+        with pytest.raises(BadInput, match=r"index\.json is damaged"):
+            kept.describe()
+    for text in ("[" * 10**5, "[]", "5", '{"version": 1, "last": 5}', '{"version": 1, "last": {}}'):
+        index.write_text(text)
+        with pytest.raises(BadInput, match=r"index\.json"):
+            kept.describe()

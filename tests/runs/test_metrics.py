@@ -483,3 +483,18 @@ def test_consensus_without_positive_values_has_a_table_and_a_figure(
     for function in (tables.consensus_summary, lambda rows: figures.consensus_figure(rows, "x")):
         with pytest.raises(ValueError, match="no rows"):
             function(rows[:0])
+
+
+@pytest.mark.parametrize("name", ["_mine", "_", "mass $m_$", "$", "_$x_{$"])
+def test_lines_have_any_name(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from matplotlib.figure import Figure
+
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *_, **__: drawn.append(self))
+    row = {"name": "accuracy", "value": 1.0, "epoch": 1, "split": "test_avg"} | values(1.0)
+    rows = metrics.frame([row])
+    figures.compare({name: rows, "other": rows}, tmp_path / "a.png")
+    (legend,) = drawn[0].legends
+    assert len(legend.get_texts()) == 2
+    monkeypatch.undo()
+    drawn[0].savefig(tmp_path / "a.png")

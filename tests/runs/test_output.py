@@ -1,7 +1,10 @@
 """Laws of output folders, of files written in one piece, and of the best checkpoint."""
 
+import errno
 import json
 import os
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,31 +12,77 @@ import pytest
 import torch
 
 from powergossip import trees
-from powergossip.errors import CannotWrite, Dropped
+from powergossip.errors import BadInput, CannotWrite, Dropped
 from powergossip.network import Processes
 from powergossip.runs.atomic_files import Drafts
 from powergossip.runs.checkpoints import Checkpoints
 from powergossip.runs.files import FIGURE
 from powergossip.runs.metrics import FILE
-from powergossip.runs.output import Output
+from powergossip.runs.output import COMPLETE, ENDING, Output
 from powergossip.training import recorder
+from tests.harness.helpers import files_below
 
 
 @pytest.fixture
 def config() -> Any:
-    from omegaconf import OmegaConf
-
-    return OmegaConf.create({"overwrite": False, "tensorboard": False})
+    of_each_run = {"log_verbosity": 1, "n_workers": 1}
+    return {"overwrite": False, "tensorboard": False, **of_each_run}
 
 
 @pytest.mark.parametrize("content", ["{", "[1]", ""])
-def test_a_damaged_info_file_is_named(tmp_path: Path, config: Any, content: str) -> None:
+def test_a_damaged_info_file_is_named_and_written_again(
+    tmp_path: Path, config: Any, content: str
+) -> None:
     Output(str(tmp_path), config).close()
     (tmp_path / "info.json").write_text(content)
-    with pytest.raises(ValueError, match=r"info\.json") as caught:
-        Output(str(tmp_path), config, offset=0)
-    assert str(tmp_path / "info.json") in str(caught.value)
-    assert (tmp_path / "info.json").read_text() == content
+    with pytest.warns(UserWarning, match=re.escape(str(tmp_path / "info.json"))):
+        Output(str(tmp_path), config, offset=0).close(COMPLETE)
+    assert json.loads((tmp_path / "info.json").read_text()) == {ENDING: COMPLETE}
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("config.yaml", "metrics.jsonl", "info.json", "figure.png", "sample.txt"),
+        *("checkpoints/my-llm/model.bin", "checkpoints/index.json", "checkpoints/step-10/x.pt"),
+        *("checkpoints/step-000010/part-0.pt", "checkpoints/step-000010/model.bin"),
+    ],
+)
+def test_files_of_others_are_never_overwritten(
+    name: str, overwrite: bool, tmp_path: Path, config: Any
+) -> None:
+    for other in (name, "wandb/offline-run-x/run-x.wandb", "notes.txt"):
+        (tmp_path / other).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / other).write_text("seed: 1\n")
+    before = files_below(tmp_path)
+    with pytest.raises(ValueError, match=f"{name.split('/')[0]}.*use another --output-dir"):
+        Output(str(tmp_path), config | {"overwrite": overwrite})
+    assert files_below(tmp_path) == before
+
+
+@pytest.mark.parametrize("linked", [False, True])
+def test_a_run_is_overwritten_and_nothing_else(linked: bool, tmp_path: Path, config: Any) -> None:
+    folder, scratch = tmp_path / "run", tmp_path / "scratch"
+    first = Output(str(folder), config)
+    first.add_info({"a": 1})
+    first.close()
+    if linked:
+        scratch.mkdir()
+        (folder / "checkpoints").symlink_to(scratch)
+    for step in range(3):
+        Checkpoints(folder, Processes()).save(step, range(1), {"x": torch.zeros(1)}, {})
+    mine = ["wandb/offline-run-x/a", "checkpoints/my-llm/a", "checkpoints/step-1/a"]
+    mine += ["checkpoints/step-000001/notes.txt", "checkpoints/step-000001-copy/part-0.pt"]
+    for name in mine:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("mine")
+    Output(str(folder), config | {"overwrite": True}).close()
+    assert (folder / "checkpoints").is_symlink() == linked
+    found = files_below(folder)
+    found |= {f"checkpoints/{name}": b for name, b in files_below(folder / "checkpoints").items()}
+    files = {name for name, content in found.items() if content is not None}
+    assert files == {*mine, "config.yaml", "metrics.jsonl"}
 
 
 def test_a_resumed_run_keeps_its_information_and_the_rows_up_to_an_offset(
@@ -166,3 +215,89 @@ def test_a_figure_on_a_full_disk_is_a_sentence(tmp_path: Path) -> None:
     (tmp_path / FIGURE).symlink_to("/dev/full")
     with pytest.raises(CannotWrite, match=FIGURE):
         recorder.report(tmp_path, 0, "accuracy")
+
+
+def fail(*_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("call", ["os.fsync", "pathlib.Path.replace", "pathlib.Path.rename"])
+def test_a_disk_that_is_full_at_last_is_a_sentence_with_the_path(
+    call: str, tmp_path: Path, config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some file systems report it at fsync or rename, without a path."""
+    kept, state = Checkpoints(tmp_path, Processes()), {"x": torch.zeros(1)}
+    output = Output(str(tmp_path), config)
+    kept.save(1, range(1), state, {})
+    with monkeypatch.context() as patch:
+        patch.setattr(call, fail)
+        with pytest.raises(
+            BadInput, match=f"{tmp_path}.*No space left on device; make room"
+        ) as found:
+            kept.save(2, range(1), state, {})
+        assert "Errno" not in str(found.value)
+        if call != "pathlib.Path.rename":
+            with pytest.raises(CannotWrite, match=f"{tmp_path}.*No space left on device"):
+                output.add_info({})
+    entry = kept.describe()
+    assert entry is not None
+    assert entry["step"] == 1
+
+
+@pytest.mark.parametrize("ending", [None, COMPLETE, "Interrupted"])
+def test_a_failing_close_does_not_hide_another_exception(
+    ending: str | None, tmp_path: Path, config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = Output(str(tmp_path), config)
+    monkeypatch.setattr(output.rows, "close", fail)
+    if ending == "Interrupted":
+        output.close(ending)
+    else:
+        with pytest.raises(CannotWrite, match="No space left"):
+            output.close(ending)
+    assert not list(tmp_path.glob(".drafts*"))
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_rows_are_written_again_if_their_file_is_replaced(
+    replaced: bool, tmp_path: Path, config: Any
+) -> None:
+    """By an editor during the run, or removed."""
+    output = Output(str(tmp_path), config)
+    output.write("error", {"value": 1.0}, {})
+    (tmp_path / FILE).unlink()
+    if replaced:
+        (tmp_path / FILE).write_text("mine")
+    output.write("error", {"value": 2.0}, {})
+    assert output.offset() == (tmp_path / FILE).stat().st_size
+    output.write("error", {"value": 3.0}, {})
+    output.close(COMPLETE)
+    rows = [json.loads(line)["value"] for line in (tmp_path / FILE).read_text().splitlines()]
+    assert rows == [1.0, 2.0, 3.0]
+
+
+def test_checkpoints_go_on_if_a_user_removes_them(tmp_path: Path) -> None:
+    kept = Checkpoints(tmp_path, Processes())
+    for step in (1, 2):
+        kept.save(step, range(1), {"x": torch.zeros(1)}, {})
+        if step == 1:
+            shutil.rmtree(tmp_path / "checkpoints")
+    entry = kept.describe()
+    assert entry is not None
+    assert entry["step"] == 2
+
+
+def test_a_failing_disk_is_no_other_process(
+    tmp_path: Path, config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = Output(str(tmp_path), config)
+
+    def failing(*_: object, **__: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        for call in ("os.stat", "pathlib.Path.stat", "pathlib.Path.open", "os.fsync"):
+            patch.setattr(call, failing)
+        with pytest.raises(CannotWrite, match="Input/output error"):
+            output.add_info({})
+    output.close()

@@ -108,7 +108,7 @@ def _take_steps_of(
 
     def facts() -> dict[str, Any]:
         rows.take_over()
-        return {"metrics_bytes": found[-1].rows.synced_offset()}
+        return {"metrics_bytes": found[-1].offset()}
 
     worker = group.index
     for epoch in range(1, EPOCHS + 1):
@@ -130,8 +130,11 @@ def _take_steps_of(
 def contents(folder: Path) -> dict[str, bytes]:
     """The files of the run, without parts of a lost process, which no index names."""
     files = [file for file in folder.rglob("*") if file.is_file()]
-    index = (folder / FOLDER / "index.json").read_text()
-    left_out = [file for file in files if file.suffix == ".pt" and file.name not in index]
+    index = json.loads((folder / FOLDER / "index.json").read_text())
+    entries = [entry for entry in index.values() if isinstance(entry, dict)]
+    named = {(entry["folder"], part["file"]) for entry in entries for part in entry["parts"]}
+    places = {file: (file.parent.name, file.name) for file in files if file.suffix == ".pt"}
+    left_out = [file for file, place in places.items() if place not in named]
     return {str(f.relative_to(folder)): f.read_bytes() for f in files if f not in left_out}
 
 

@@ -58,6 +58,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> type[Recorder]:
 
 def config(*names: str, **more: Any) -> Any:
     values = {"overwrite": False, "tensorboard": False, "trackers": list(names), "seed": 1}
+    values |= {"log_verbosity": 1, "n_workers": 1}  # of each run
     return OmegaConf.create({**values, **more})
 
 

@@ -312,7 +312,7 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError,
         match=r"^data_dir=.*: use .*the folder cifar-100-python; the folder cifar-100-binary; "
-        r"cifar-100-python.tar.gz; or cifar-100-binary.tar.gz$",
+        r"cifar-100-python.tar.gz; cifar-100-binary.tar.gz$",
     ):
         load("Cifar100", tmp_path)
 

@@ -174,10 +174,14 @@ def test_the_message_has_the_searched_places_and_the_remedies(
 @pytest.mark.parametrize(
     ("name", "dataset", "wanted"),
     [
-        ("Cifar", "", r"the folder cifar-10-batches-py; .*; or cifar-10-binary.tar.gz"),
-        ("Cifar100", "", r"the folder cifar-100-python; .*; or cifar-100-binary.tar.gz"),
-        ("LSTM", "wikitext2", r"wiki.train.tokens, wiki.test.tokens; or the folder wikitext-2"),
-        ("LSTM", "ptb", r"ptb.train.txt, ptb.test.txt; or the folder ptb"),
+        ("Cifar", "", r"one of: the folder cifar-10-batches-py; .*; cifar-10-binary.tar.gz"),
+        ("Cifar100", "", r"one of: the folder cifar-100-python; .*; cifar-100-binary.tar.gz"),
+        (
+            "LSTM",
+            "wikitext2",
+            r"one of: wiki.train.tokens, wiki.test.tokens; the folder wikitext-2",
+        ),
+        ("LSTM", "ptb", r"one of: ptb.train.txt, ptb.test.txt; the folder ptb"),
     ],
 )
 def test_messages_offer_what_the_task_can_read(

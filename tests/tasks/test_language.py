@@ -619,7 +619,7 @@ def test_damaged_texts_are_rejected_by_name(tmp_path: Path) -> None:
     (tmp_path / "wiki.test.tokens").unlink()
     with pytest.raises(ValueError, match=r"^data_dir=.*: use .* wiki.test.tokens$"):
         make(tmp_path, "wikitext2")
-    with pytest.raises(ValueError, match=r"^data_dir=.*: use .* ptb.train.txt, ptb.test.txt; or "):
+    with pytest.raises(ValueError, match=r"^data_dir=.*: use .* ptb.train.txt, ptb.test.txt; "):
         make(tmp_path, "ptb")
 
 

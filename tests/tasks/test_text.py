@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import sys
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -30,6 +31,7 @@ from powergossip.tasks.tokens import END, BytePairs, Bytes, TokenFile, Tokenizer
 from powergossip.training.config_checks import checked
 from powergossip.training.trainer import Trainer
 from tests.harness import launch
+from tests.harness.helpers import damages, files_below
 from tests.harness.small_data import options, write_documents
 from tests.harness.training import configured
 
@@ -372,15 +374,32 @@ def test_a_killed_process_and_concurrent_ones_leave_whole_files(
     assert len(list(cache.glob("[!.]*"))) == 1
 
 
-def test_a_damaged_cache_is_rejected(texts: Path, cache: Path) -> None:
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe-300"])
+def test_damaged_files_of_the_cache_are_made_again(
+    tokenizer: str, texts: Path, cache: Path
+) -> None:
+    if tokenizer != "bytes":
+        pytest.importorskip("tokenizers")
+    options = {"tokenizer": tokenizer}
+    first = make(texts, task_options=options)
+    whole = files_below(cache)
+    for name in [name for name, content in whole.items() if content is not None]:
+        for damaged in damages(cache / name):
+            assert damaged
+            assert make(texts, task_options=options).facts == first.facts
+            assert files_below(cache) == whole
+
+
+def test_folders_of_killed_processes_are_removed(texts: Path, cache: Path) -> None:
+    """Those that did not change for a day. Others may be of processes that still write."""
+    for name, age in (("old", 10**5), ("new", 0)):
+        place = cache / f".incomplete-{name}"
+        place.mkdir(parents=True)
+        (place / "tokens.bin").write_text("")
+        for path in (place / "tokens.bin", place):
+            os.utime(path, (time.time() - age, time.time() - age))
     make(texts)
-    (folder,) = cache.iterdir()
-    os.truncate(folder / "tokens.bin", 100)
-    with pytest.raises(ValueError, match=rf"^{folder} is damaged: .*; remove it$"):
-        make(texts)
-    (folder / "index.json").write_text("{")
-    with pytest.raises(ValueError, match=rf"^{folder} is damaged: .*; remove it$"):
-        make(texts)
+    assert [path.name for path in cache.glob(".*")] == [".incomplete-new"]
 
 
 def test_byte_pairs_of_a_text_are_trained_once(
