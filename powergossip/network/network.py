@@ -240,15 +240,18 @@ class Network:
         """
         return self.start_mean(tensor)()
 
-    def start_mean(self, tensor: Tensor) -> Callable[[], Tensor]:
+    def start_mean(self, tensor: Tensor, out: Tensor | None = None) -> Callable[[], Tensor]:
         """Start `mean(tensor)`.
 
         All processes call both in the same order. The tensor must not change in between.
 
+        Args:
+            out: Memory [copy, ...] of the result, by default new.
+
         Returns:
             A function that waits for the result and returns it.
         """
-        transport = self._reduction(tensor)
+        transport = self._reduction(tensor, out)
         transport.post()
 
         def wait() -> Tensor:
@@ -331,13 +334,13 @@ class Network:
             return self._reduction(tensor)
         return Delivery(self.connection, tensor, kind is ToEach, edges, memory)
 
-    def _reduction(self, tensor: Tensor) -> Reduction:
+    def _reduction(self, tensor: Tensor, out: Tensor | None = None) -> Reduction:
         if tensor.shape[:1] != (self.rows,):
             raise ValueError(
                 f"Mean of a tensor {tuple(tensor.shape)}: use one of shape ({self.rows}, ...)"
             )
         native = self.all_reduce == "native"
-        return Reduction(self.connection, tensor, copies=self.copies, native=native)
+        return Reduction(self.connection, tensor, copies=self.copies, native=native, out=out)
 
 
 def hosted_workers(n_workers: int, n_processes: int) -> int:
