@@ -117,11 +117,12 @@ def main(arguments: list[str] | None = None) -> Path:
     given = {"log_metric": log_metric, "log_info": log_info, "log_runtime": log_runtime}
     request = configuration.request(config, Config, arguments, output_dir, description, hooks=given)
 
-    from powergossip.consensus.sweep import Sweep
-    from powergossip.network import processes
-    from powergossip.runs.output import Output
-    from powergossip.runs.progress import Progress
-    from powergossip.runs.signals import Signals
+    with configuration.imports():
+        from powergossip.consensus.sweep import Sweep
+        from powergossip.network import processes
+        from powergossip.runs.output import Output
+        from powergossip.runs.progress import Progress
+        from powergossip.runs.signals import Signals
 
     comm = processes(request.config.distributed_backend)
     request.check(comm)

@@ -95,11 +95,12 @@ def main(arguments: list[str] | None = None) -> Path:
         config, Config, arguments, output_dir, description, notes, given
     )
 
-    from powergossip.exits import exit_is_an_error
-    from powergossip.network import torch_kept
-    from powergossip.training import recorder
-    from powergossip.training.measurements import Hooks
-    from powergossip.training.start import begin
+    with configuration.imports():
+        from powergossip.exits import exit_is_an_error
+        from powergossip.network import torch_kept
+        from powergossip.training import recorder
+        from powergossip.training.measurements import Hooks
+        from powergossip.training.start import begin
 
     # The hooks, as they are when a measurement is made.
     hooks = Hooks(

@@ -1,6 +1,7 @@
 """Programs that read options, print, and end: bad input is one sentence with exit code 2."""
 
 import argparse
+import gc
 import sys
 from collections.abc import Callable, Sequence
 
@@ -41,3 +42,5 @@ def run(main: Callable[[Sequence[str]], None], prints: bool = True) -> None:
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
+    finally:
+        gc.freeze()  # else the end of Python visits all objects of torch

@@ -272,6 +272,9 @@ class Parameters:
     requires_grad=False, and parameters without elements stay as they are and have no part in x:
     models must start with equal ones.
 
+    Args:
+        gradients: Whether the models are trained. `grad` has no rows otherwise.
+
     Attributes:
         x: Memory [worker, D] of the models' parameters, which are views of it. It has their dtype.
         grad: Memory [worker, D] of their gradients. Each .grad is a view of it.
@@ -282,7 +285,12 @@ class Parameters:
             floating-point buffers are all in float32 or all in float64.
     """
 
-    def __init__(self, models: Sequence[nn.Module], device: torch.device | None = None):
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        device: torch.device | None = None,
+        gradients: bool = True,
+    ):
         self.models = list(models)
         first = self.models[0]
         self.names = list(trained(first))
@@ -303,16 +311,14 @@ class Parameters:
 
         workers = len(self.models)
         self.x = aligned(workers, self.layout.size, dtype, device)
-        self.grad = aligned(workers, self.layout.size, dtype, device).zero_()
+        self.grad = aligned(workers * gradients, self.layout.size, dtype, device).zero_()
         self.buffers = aligned(workers, self.buffer_layout.size, dtype, device)
         for worker, model in enumerate(self.models):
             model.to(device)
             views = self.layout.tensors(self.x[worker])
-            grads = self.layout.tensors(self.grad[worker])
-            for parameter, view, grad in zip(trained(model).values(), views, grads, strict=True):
+            for parameter, view in zip(trained(model).values(), views, strict=True):
                 view.copy_(parameter.detach())
                 parameter.data = view
-                parameter.grad = grad
             float_buffers = _float_buffers(model)
             views = self.buffer_layout.tensors(self.buffers[worker])
             for (name, buffer), view in zip(float_buffers.items(), views, strict=True):
@@ -320,6 +326,10 @@ class Parameters:
                 owner, _, leaf = name.rpartition(".")
                 model.get_submodule(owner)._buffers[leaf] = view
             _batch_norm_without_cudnn(model)
+        for model, row in zip(self.models, self.grad, strict=gradients):
+            grads = self.layout.tensors(row)
+            for parameter, grad in zip(trained(model).values(), grads, strict=True):
+                parameter.grad = grad
 
     @staticmethod
     def _dtype(model: nn.Module) -> torch.dtype:

@@ -11,7 +11,8 @@ from torch import Tensor
 from powergossip import checks, kernels, randomness
 from powergossip.algorithms.averaging import Kind, Rate, Stateless, column
 from powergossip.compressors.sparse import distinct
-from powergossip.network import Conversation, Mean, Network, ToAll
+from powergossip.network import Conversation, Mean, Network
+from powergossip.network.message_types import Rows, Shared
 from powergossip.parameters import Layout
 
 
@@ -35,7 +36,7 @@ class PlainGossip(Stateless):
         library = kernels.load(network)
         self._compiled = None
         if library is not None:
-            self._compiled = kernels.function(library, "plain_gossip", "pipiiiiippi")
+            self._compiled = kernels.function(library, "plain_gossip", "pipiipipiiippi")
             self._kept = [w.contiguous() for w in (*self._own_weights, *weights)]
             addresses = [kernels.address(w) for w in self._kept]
             half = len(weights)
@@ -43,38 +44,50 @@ class PlainGossip(Stateless):
 
     def step(self, x: Tensor) -> Conversation:
         """x_i ← (1 − γ Σ_j w_ij) x_i + Σ_j γ w_ij x_j"""
-        self.mix(x, (yield ToAll(x)))
+        self.mix(x, (yield Shared(x)))
 
     def increment(self, x: Tensor, out: Tensor) -> Conversation:
         """out_i ← Σ_j γ w_ij (x_j − x_i)"""
-        received = yield ToAll(x)
+        received = yield Shared(x)
         self.add_increment(x, received, out.zero_())
 
-    def add_increment(self, x: Tensor, received: Tensor, out: Tensor) -> None:
+    def add_increment(self, x: Tensor, received: Rows | Tensor, out: Tensor) -> None:
         """out_i ← out_i + Σ_j γ w_ij (x_j − x_i), with x_j received [worker, neighbor, D]."""
         t = self._network.round % len(self._network.rounds)
-        for weight, x_j in zip(self._weights[t], received.unbind(1), strict=True):
-            out.addcmul_(weight, x_j - x)
+        for here, neighbors in _rows(received).by_blocks():
+            for weight, x_j in zip(self._weights[t], neighbors, strict=True):
+                out[:, here].addcmul_(weight, x_j - x[:, here])
 
-    def mix(self, x: Tensor, received: Tensor) -> None:
+    def mix(self, x: Tensor, received: Rows | Tensor) -> None:
         """The update of x [worker, D] with the neighbors' received [worker, neighbor, D].
 
         Elementwise, so that a worker's result is the same to the bit in any layout of workers over
         processes. A matrix product would round differently for one worker and for eight.
         """
-        t = self._network.round % len(self._network.rounds)
-        if self._compiled is not None and _fits(x) and _fits(received):
-            strides = received.stride()
+        t, rows = self._network.round % len(self._network.rounds), _rows(received)
+        own, others, index = rows
+        if self._compiled is not None and all(map(_fits, (x, own, others))):
             self._compiled(
-                *(x.data_ptr(), x.stride(0), received.data_ptr(), strides[0], strides[1]),
-                *(received.shape[0], received.shape[1], received.shape[2]),
+                *(x.data_ptr(), x.stride(0), own.data_ptr(), own.stride(0), len(own)),
+                *(others.data_ptr(), others.stride(0), index.data_ptr(), *index.shape, x.shape[1]),
                 *self._places[t],
                 torch.get_num_threads(),
             )
             return
-        x.mul_(self._own_weights[t])
-        for weight, x_j in zip(self._weights[t], received.unbind(1), strict=True):
-            x.addcmul_(weight, x_j)
+        for here, neighbors in rows.by_blocks():
+            part = x[:, here].mul_(self._own_weights[t])
+            for weight, x_j in zip(self._weights[t], neighbors, strict=True):
+                part.addcmul_(weight, x_j)
+
+
+def _rows(received: Rows | Tensor) -> Rows:
+    """A tensor [worker, neighbor, D] as rows."""
+    if isinstance(received, Rows):
+        return received
+    others = received.flatten(0, 1)
+    return Rows(
+        others[:0], others, torch.arange(len(others), device=others.device).view(received.shape[:2])
+    )
 
 
 def _fits(tensor: Tensor) -> bool:

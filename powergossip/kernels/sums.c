@@ -27,44 +27,77 @@ void sum_in_pairs(const float *const *rows, i64 count, i64 length, float divisor
     free(sums);
 }
 
-/* Plain gossip. Strides are in elements. */
+/* Plain gossip. Strides are in elements. The message from a neighbor is a row of `own`, or after
+   them of `others`. */
 typedef struct {
     float *x; /* [worker, element] */
     i64 x_stride;
-    const float *received; /* [worker, neighbor, element] */
-    i64 worker_stride, neighbor_stride;
-    i64 neighbors, length, blocks;
+    const float *own; /* [row, element], may be x */
+    i64 own_stride, own_rows;
+    const float *others; /* [row, element] */
+    i64 others_stride;
+    const i64 *index; /* [worker, neighbor] */
+    i64 workers, neighbors, length;
     const float *own_weight; /* [worker] */
     const float *weight;     /* [worker, neighbor] */
+    i64 parts;
 } Gossip;
 
-static void mix(const void *arguments, i64 task) {
-    const Gossip *g = arguments;
-    const i64 worker = task / g->blocks, block = task % g->blocks;
-    const i64 stop = g->length * (block + 1) / g->blocks;
-    for (i64 start = g->length * block / g->blocks, width; start < stop; start += width) {
-        width = stop - start < 1024 ? stop - start : 1024; /* they stay in the fastest cache */
-        float *restrict x = g->x + worker * g->x_stride + start;
-        const float own = g->own_weight[worker];
-        for (i64 i = 0; i < width; i++) x[i] *= own;
-        for (i64 k = 0; k < g->neighbors; k++) {
-            const float *restrict x_k =
-                g->received + worker * g->worker_stride + k * g->neighbor_stride + start;
-            const float weight = g->weight[worker * g->neighbors + k];
-            for (i64 i = 0; i < width; i++) x[i] += weight * x_k[i];
+/* x_i ← own_weight_i x_i + Σ_k weight_k from_k, one after the other, in steps of `vectors` ≤ 4 from
+   a column on, while they fit. Returns the column behind them. */
+static inline __attribute__((always_inline)) i64 mix(const Gossip *g, float *x,
+                                                     const float *const *from, i64 column,
+                                                     i64 width, const int vectors) {
+    for (; column + vectors * LANES <= width; column += vectors * LANES)
+        for (i64 i = 0, k = 0; i < g->workers; i++) {
+            float *x_i = x + i * g->x_stride + column;
+            Lanes sum[4];
+            for (int v = 0; v < vectors; v++) sum[v] = load(x_i + v * LANES) * g->own_weight[i];
+            for (i64 end = k + g->neighbors; k < end; k++)
+                for (int v = 0; v < vectors; v++)
+                    sum[v] += g->weight[k] * load(from[k] + column + v * LANES);
+            for (int v = 0; v < vectors; v++) store(x_i + v * LANES, sum[v]);
         }
-    }
+    return column;
 }
 
-/* x_i ← own_weight_i x_i + Σ_j weight_ij x_j, one after the other. */
-void plain_gossip(float *x, i64 x_stride, const float *received, i64 worker_stride,
-                  i64 neighbor_stride, i64 workers, i64 neighbors, i64 length,
-                  const float *own_weight, const float *weight, i64 threads) {
-    const i64 most = 1 + workers * length * neighbors / PER_THREAD;
-    threads = threads < most ? threads : most;
-    const Gossip g = {x,         x_stride, received,
-                      worker_stride, neighbor_stride, neighbors,
-                      length,    workers < 4 * threads ? threads : 1,
-                      own_weight, weight};
-    in_threads(threads, workers * g.blocks, mix, &g);
+/* A part of the elements, in blocks of which a copy of the own rows fits in the second cache. */
+static void mix_part(const void *arguments, i64 part) {
+    const Gossip *g = arguments;
+    const i64 edges = g->workers * g->neighbors, stop = g->length * (part + 1) / g->parts;
+    i64 copied = 0; /* own rows, if there is an edge between them */
+    for (i64 k = 0; k < edges && !copied; k++) copied = g->index[k] < g->own_rows ? g->own_rows : 0;
+    const i64 fitting = (1 << 16) / (copied + 1) / 64 * 64, most = fitting ? fitting : 64;
+    const i64 stride = most + LANES; /* not a power of two: rows would share lines of a cache */
+    float *own = malloc(copied * stride * sizeof *own);
+    const float **from = malloc(edges * sizeof *from);
+    for (i64 start = g->length * part / g->parts, width; start < stop; start += width) {
+        width = smaller(most, stop - start);
+        for (i64 row = 0; row < copied; row++)
+            memcpy(own + row * stride, g->own + row * g->own_stride + start, width * sizeof *own);
+        for (i64 k = 0; k < edges; k++) {
+            const i64 row = g->index[k], other = row - g->own_rows;
+            from[k] = other < 0 ? own + row * stride : g->others + other * g->others_stride + start;
+        }
+        float *x = g->x + start;
+        const i64 rest = mix(g, x, from, mix(g, x, from, 0, width, 4), width, 1);
+        for (i64 i = 0, k = 0; i < g->workers; i++, x += g->x_stride, k += g->neighbors)
+            for (i64 column = rest; column < width; column++) {
+                x[column] *= g->own_weight[i];
+                for (i64 j = k; j < k + g->neighbors; j++)
+                    x[column] += g->weight[j] * from[j][column];
+            }
+    }
+    free(own);
+    free(from);
+}
+
+void plain_gossip(float *x, i64 x_stride, const float *own, i64 own_stride, i64 own_rows,
+                  const float *others, i64 others_stride, const i64 *index, i64 workers,
+                  i64 neighbors, i64 length, const float *own_weight, const float *weight,
+                  i64 threads) {
+    threads = smaller(threads, 1 + workers * length * neighbors / PER_THREAD);
+    const Gossip g = {x,     x_stride, own,     own_stride, own_rows, others,     others_stride,
+                      index, workers,  neighbors, length,   own_weight, weight, threads};
+    in_threads(threads, threads, mix_part, &g);
 }

@@ -147,9 +147,18 @@ class Reduction(Transport):
     Args:
         native: Whether the library's own all-reduce takes the place of the sum between processes.
         tensor: [copy · worker, ...], with the hosted workers of each copy.
+        out: Memory [copy, ...] of the mean, by default new.
     """
 
-    def __init__(self, connection: Connection, tensor: Tensor, *, copies: int, native: bool):
+    def __init__(
+        self,
+        connection: Connection,
+        tensor: Tensor,
+        *,
+        copies: int,
+        native: bool,
+        out: Tensor | None = None,
+    ):
         rows, comm = tensor.shape[0], connection.processes
         hosted = rows // copies
         n = hosted * comm.size
@@ -163,7 +172,7 @@ class Reduction(Transport):
         self._tag = 0 if connection.stream_ordered else comm.new_tag()
         self._collective: _Collective | None = None
         by_copy = tensor.unflatten(0, (copies, hosted))
-        self._total = tensor.new_empty(copies, *tensor.shape[1:])
+        self._total = tensor.new_empty(copies, *tensor.shape[1:]) if out is None else out
         self._shared = self._total  # the memory that the channel accesses
         if connection.stage:
             self._shared = torch.empty(

@@ -17,7 +17,15 @@ from powergossip.network.counter import Counter
 from powergossip.network.device_channel import Connection
 from powergossip.network.edges import Edges
 from powergossip.network.lost_messages import Losses
-from powergossip.network.message_types import Conversation, Gather, Mean, Message, ToAll, ToEach
+from powergossip.network.message_types import (
+    Conversation,
+    Gather,
+    Mean,
+    Message,
+    Shared,
+    ToAll,
+    ToEach,
+)
 from powergossip.network.posting import Delivery, Transport
 from powergossip.network.processes import Channel, Processes
 from powergossip.tensor_cache import TensorCache
@@ -74,6 +82,8 @@ class Network:
     Raises:
         ValueError: If the workers cannot be spread evenly.
     """
+
+    shares = True  # whether `Shared` messages are received as Rows, not as a tensor like others
 
     def __init__(
         self,
@@ -240,15 +250,18 @@ class Network:
         """
         return self.start_mean(tensor)()
 
-    def start_mean(self, tensor: Tensor) -> Callable[[], Tensor]:
+    def start_mean(self, tensor: Tensor, out: Tensor | None = None) -> Callable[[], Tensor]:
         """Start `mean(tensor)`.
 
         All processes call both in the same order. The tensor must not change in between.
 
+        Args:
+            out: Memory [copy, ...] of the result, by default new.
+
         Returns:
             A function that waits for the result and returns it.
         """
-        transport = self._reduction(tensor)
+        transport = self._reduction(tensor, out)
         transport.post()
 
         def wait() -> Tensor:
@@ -304,6 +317,8 @@ class Network:
             transport: Transport = Gathering(self.connection, message.pieces)
         else:
             kind = type(message)
+            if kind is Shared and (self._losses is not None or not self.shares):
+                kind = ToAll
             own = self.edges[0 if kind is Mean else self.round % len(self.edges)]
             edges = (message.edges or own) if isinstance(message, ToEach) else own
             memory = message.memory if isinstance(message, ToEach) else None
@@ -329,15 +344,15 @@ class Network:
     ) -> Transport:
         if kind is Mean:
             return self._reduction(tensor)
-        return Delivery(self.connection, tensor, kind is ToEach, edges, memory)
+        return Delivery(self.connection, tensor, kind is ToEach, edges, memory, kind is Shared)
 
-    def _reduction(self, tensor: Tensor) -> Reduction:
+    def _reduction(self, tensor: Tensor, out: Tensor | None = None) -> Reduction:
         if tensor.shape[:1] != (self.rows,):
             raise ValueError(
                 f"Mean of a tensor {tuple(tensor.shape)}: use one of shape ({self.rows}, ...)"
             )
         native = self.all_reduce == "native"
-        return Reduction(self.connection, tensor, copies=self.copies, native=native)
+        return Reduction(self.connection, tensor, copies=self.copies, native=native, out=out)
 
 
 def hosted_workers(n_workers: int, n_processes: int) -> int:

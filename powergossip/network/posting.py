@@ -8,6 +8,7 @@ from torch import Tensor
 
 from powergossip.network.device_channel import Connection
 from powergossip.network.edges import Edges
+from powergossip.network.message_types import Rows
 
 
 class Transport:
@@ -24,7 +25,7 @@ class Transport:
         """Whether `wait` would return at once. Does not block."""
         raise NotImplementedError
 
-    def wait(self) -> Tensor | list[Tensor]:
+    def wait(self) -> Tensor | list[Tensor] | Rows:
         raise NotImplementedError
 
 
@@ -33,6 +34,9 @@ class Delivery(Transport):
 
     Both are addressed by rows: tensor[worker, out_slot] (ToEach) or tensor[worker] (ToAll) is an
     outgoing row, received[worker, in_slot] an incoming one.
+
+    Args:
+        shared: Whether `Rows` are received. Nothing is copied within the process.
     """
 
     def __init__(
@@ -42,6 +46,7 @@ class Delivery(Transport):
         to_each: bool,
         edges: Edges,
         memory: Tensor | None = None,
+        shared: bool = False,
     ):
         rows = len(edges.neighbors)
         axes = 2 if to_each else 1
@@ -53,13 +58,7 @@ class Delivery(Transport):
         elements = prod(tensor.shape[axes:])
         self.bits = edges.out_degrees * (elements * tensor.element_size() * 8)
         self.messages = edges.out_degrees
-        shape = (rows, edges.n_in, *tensor.shape[axes:])
-        if memory is None:
-            self._received = tensor.new_zeros(shape)
-        else:
-            self._received = memory[: prod(shape)].view(shape)
         outgoing = tensor.view(prod(expected), elements)
-        incoming = self._received.view(rows * edges.n_in, elements)
 
         def outgoing_rows(row: np.ndarray, slot: np.ndarray) -> np.ndarray:
             return row * edges.n_out + slot if to_each else row
@@ -67,13 +66,28 @@ class Delivery(Transport):
         def incoming_rows(row: np.ndarray, slot: np.ndarray) -> np.ndarray:
             return row * edges.n_in + slot
 
+        # Slots without an edge inside get their own worker's row.
+        own = np.repeat(np.arange(rows), edges.n_in)
+        source = outgoing_rows(own, np.zeros_like(own))
+        source[incoming_rows(*edges.inside_destination)] = outgoing_rows(*edges.inside_source)
+        arriving = incoming_rows(*edges.incoming)
+        self._received: Tensor | Rows
         self._inside = self._between = None
-        if len(edges.inside_source[0]):
-            # One indexing fills all slots. Those without an edge inside get their own worker's row.
-            own = np.repeat(np.arange(rows), edges.n_in)
-            source = outgoing_rows(own, np.zeros_like(own))
-            source[incoming_rows(*edges.inside_destination)] = outgoing_rows(*edges.inside_source)
-            self._inside = outgoing, torch.from_numpy(source).to(tensor.device), incoming
+        if shared:
+            source[arriving] = rows + np.arange(len(arriving))
+            arriving = np.arange(len(arriving))
+            incoming = tensor.new_empty(len(arriving), elements)
+            index = torch.from_numpy(source.reshape(rows, edges.n_in)).to(tensor.device)
+            self._received = Rows(outgoing, incoming, index)
+        else:
+            shape = (rows, edges.n_in, *tensor.shape[axes:])
+            if memory is None:
+                self._received = tensor.new_zeros(shape)
+            else:
+                self._received = memory[: prod(shape)].view(shape)
+            incoming = self._received.view(rows * edges.n_in, elements)
+            if len(edges.inside_source[0]):  # one indexing fills all slots
+                self._inside = outgoing, torch.from_numpy(source).to(tensor.device), incoming
         if connection.processes.size > 1:  # also without such an edge: see Channel
             self._between = _Between(
                 connection,
@@ -82,7 +96,7 @@ class Delivery(Transport):
                 outgoing_rows(*edges.outgoing),
                 edges.outgoing_process,
                 incoming,
-                incoming_rows(*edges.incoming),
+                arriving,
                 edges.incoming_process,
             )
 
@@ -96,7 +110,7 @@ class Delivery(Transport):
     def has_arrived(self) -> bool:
         return self._between is None or self._between.has_arrived()
 
-    def wait(self) -> Tensor:
+    def wait(self) -> Tensor | Rows:
         if self._between:
             self._between.wait()
         return self._received
@@ -127,10 +141,12 @@ class _Between:
         self._pack = self._unpack = None
         if several:
             self._pack = torch.from_numpy(sent).to(device)
-            self._unpack = torch.from_numpy(received).to(device)
             outgoing = outgoing.new_empty(len(sent), outgoing.shape[1])
+            sent = np.arange(len(sent))
+        if several and not np.array_equal(received, np.arange(len(incoming))):
+            self._unpack = torch.from_numpy(received).to(device)
             incoming = incoming.new_empty(len(received), incoming.shape[1])
-            sent, received = np.arange(len(sent)), np.arange(len(received))
+            received = np.arange(len(received))
         self._outgoing, self._incoming = outgoing, incoming
         self._host_outgoing, self._host_incoming = outgoing, incoming
         self._stage = connection.stage

@@ -13,6 +13,7 @@ import argparse
 import dataclasses
 import difflib
 import functools
+import gc
 import hashlib
 import inspect
 import json
@@ -555,6 +556,23 @@ def run_entry_point(main: Callable[[list[str]], object]) -> None:
             raise
         print("error: interrupted", file=sys.stderr, flush=True)
         sys.exit(130)
+    finally:
+        gc.freeze()  # else the end of Python visits all objects of torch
+
+
+@contextmanager
+def imports() -> Iterator[None]:
+    """The context of the first import of torch: no garbage collection visits its objects, which
+    stay, now or later."""
+    if "torch" in sys.modules or not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def _report_once(error: Exception) -> None:

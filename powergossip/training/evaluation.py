@@ -19,6 +19,7 @@ from powergossip.training.measurements import Rows, check_finite
 # The kind is "batches", "squares", a split, or the tag of the mean model's rows on a split.
 Columns = dict[tuple[str, str], Tensor]
 BUFFERS = ""  # their name among "squares": no parameter has it
+_AT_ONCE = 2**18  # elements of all workers whose squares are in memory
 
 
 class Evaluation:
@@ -43,7 +44,7 @@ class Evaluation:
         self._config, self._view, self._task = config, view, task
         self._steps_per_epoch = steps_per_epoch
         model = task.model(config.architecture, config.seed)
-        self.mean_model = Parameters([model], view.device)
+        self.mean_model = Parameters([model], view.device, gradients=False)
         self.main_metric: MainMetric | None = None
         self._log = rows
         self._consensus_distance = 0.0
@@ -58,15 +59,12 @@ class Evaluation:
         """
         view = self._view
         # The messages are in flight while the workers' models are evaluated.
-        pending = [view.start_mean(view.x)]
+        pending = [view.start_mean(view.x, self.mean_model.x)]
         if view.buffers.numel():
-            pending.append(view.start_mean(view.buffers))
+            pending.append(view.start_mean(view.buffers, self.mean_model.buffers))
         columns = self._of_workers(sums)
         mean_x, mean_buffers, *_ = [*(wait() for wait in pending), None]
         columns |= self._squares(mean_x, mean_buffers)
-        self.mean_model.x.copy_(mean_x)
-        if mean_buffers is not None:
-            self.mean_model.buffers.copy_(mean_buffers)
         if self._config.evaluate_average_model:
             columns |= self._of_mean_model()
         gathered = self._gathered(columns)
@@ -119,12 +117,16 @@ class Evaluation:
     def _squares(self, mean_x: Tensor, mean_buffers: Tensor | None) -> Columns:
         """The squared distance of each worker to the mean, by parameter and of the buffers."""
         x, buffers, layout = self._view.x, self._view.buffers, self._view.layout
-        squares = (x - mean_x).double().square()
+        width = max(1, _AT_ONCE // len(x))
         columns: Columns = {}
         for i, name in enumerate(self._view.names):
             (span,) = layout.spans([i])
-            columns["squares", name] = squares[:, span].sum(1)
-        of_buffers = squares.new_zeros(len(x))
+            squares = columns["squares", name] = x.new_zeros(len(x), dtype=torch.float64)
+            for part, mean in zip(
+                x[:, span].split(width, 1), mean_x[span].split(width), strict=True
+            ):
+                squares += (part - mean).double().square_().sum(1)
+        of_buffers = x.new_zeros(len(x), dtype=torch.float64)
         if mean_buffers is not None:
             # A mask may have infinite elements, equal in all workers.
             differences = torch.where(buffers == mean_buffers, 0, buffers - mean_buffers)

@@ -1,7 +1,6 @@
 """The workers of a run that are alive, for its evaluation."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import numpy as np
 import torch
@@ -74,16 +73,16 @@ class AliveWorkers:
         rows = self._rows
         return tensor if len(rows) == len(tensor) else tensor[rows]
 
-    def start_mean(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Start the mean of tensor [worker, ...] over the workers alive. Returns a function that
-        waits for it. All processes call both in the same order."""
+    def start_mean(self, tensor: Tensor, out: Tensor) -> Callable[[], Tensor]:
+        """Start the mean of tensor [worker, ...] over the workers alive, to out [1, ...]. Returns a
+        function that waits for it and returns out[0]. All processes call both in the same order."""
         if len(tensor) == self._network.hosted and not self.processes.can_be_lost:
-            return self._network.start_mean(tensor)
-        return partial(self._mean, tensor)
+            return self._network.start_mean(tensor, out)
+        return lambda: out[0].copy_(self._mean(tensor))
 
     def mean(self, tensor: Tensor) -> Tensor:
         """The mean of tensor [worker, ...] over the workers alive: [...]."""
-        return self.start_mean(tensor)()
+        return self.start_mean(tensor, tensor.new_empty(1, *tensor.shape[1:]))()
 
     def _mean(self, tensor: Tensor) -> Tensor:
         total = tensor.detach().double().sum(0).cpu().numpy()

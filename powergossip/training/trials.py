@@ -58,6 +58,8 @@ class _TrialNetwork(Network):
     """A network of which a step has to end, and whose workers may receive zeros, or ones, in place
     of all messages."""
 
+    shares = False
+
     def __init__(self, topology: Topology, received: int | None = None):
         super().__init__(topology, Processes())
         self._received = received

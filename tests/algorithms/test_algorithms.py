@@ -205,6 +205,49 @@ def test_plain_gossip_is_multiplication_by_the_mixing_matrix(topology: str, rate
     torch.testing.assert_close(x, expected)
 
 
+class Copying(Network):
+    """Every worker receives copies of its neighbors' messages."""
+
+    shares = False
+
+
+def mixed(network: Network, size: int) -> tuple[Tensor, Tensor]:
+    """x and the last increment, after 3 steps of plain gossip."""
+    gossip, generator = PlainGossip(network, 0.7), torch.Generator().manual_seed(0)
+    x = torch.randn(network.rows, size, dtype=network.dtype, generator=generator)
+    increment = torch.empty_like(x)
+    for _ in range(3):
+        network.run(gossip.increment(x, increment))
+        network.run(gossip.step(x))
+    return x, increment
+
+
+BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["compiled", "torch"])
+
+
+@BOTH
+@pytest.mark.parametrize("topology", ["fully-connected", "star", "ring", "one-peer-exponential"])
+@pytest.mark.parametrize("size", [1, 47, 20_000])
+def test_the_bits_are_those_of_copied_messages(
+    dtype: torch.dtype, topology: str, size: int
+) -> None:
+    shared, copied = (
+        mixed(kind(topologies.make(topology, 8), ALONE, copies=2, dtype=dtype), size)
+        for kind in (Network, Copying)
+    )
+    torch.testing.assert_close(shared, copied, rtol=0, atol=0)
+
+
+@BOTH
+def test_messages_within_a_process_take_no_memory(dtype: torch.dtype) -> None:
+    network = Network(topologies.make("fully-connected", 8), ALONE, dtype=dtype)
+    with torch.profiler.profile(profile_memory=True) as profiler:
+        x, increment = mixed(network, 100_000)
+    events = profiler.profiler.kineto_results.events()
+    allocated = np.cumsum([e.nbytes() for e in events if e.name() == "[memory]"]).max()
+    assert allocated < 2 * (x.nbytes + increment.nbytes)  # of these themselves, and blocks
+
+
 @pytest.mark.parametrize("n", [4, 6, 8, 16, 32])
 def test_plain_gossip_contracts_by_the_rate_of_the_spectrum(n: int) -> None:
     """The slowest eigenvector shrinks by exactly (λ_max − λ_2)/(λ_max + λ_2) a step at γ*."""

@@ -373,6 +373,7 @@ class Fed:
     """A task that stands in for Digits: a worker's batch is its slice of one batch for all."""
 
     steps_per_epoch = 1000
+    samples: Mapping[Split, int] = {"test": 360}
 
     def __init__(self, n_workers: int, model: Callable[[], nn.Module] | None = None) -> None:
         self.n_workers, self._model = n_workers, model
@@ -414,6 +415,27 @@ def fed(task: Fed, steps: int, **changes: Any) -> Trainer:
         run.execution.rule.finish()
         run.execution.step += 1
     return run
+
+
+class Wide(nn.Linear):
+    """A model with few activations and a million parameters."""
+
+    def __init__(self) -> None:
+        super().__init__(64, 10)
+        self.unused = nn.Parameter(torch.ones(1000, 1000))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return super().forward(images.flatten(1))
+
+
+def test_an_evaluation_makes_no_copy_of_the_models() -> None:
+    run = built(task=Fed(4, Wide), n_workers=4)
+    assert [p.grad for p in run.evaluation.mean_model.models[0].parameters()] == [None] * 3
+    with torch.profiler.profile(profile_memory=True) as profiler:
+        run.evaluation(1, 1, {})
+    events = profiler.profiler.kineto_results.events()
+    allocated = [e.nbytes() for e in events if e.name() == "[memory]"]  # negative: released
+    assert 0 < np.cumsum(allocated).max() < run.parameters.x.nbytes / 2
 
 
 def test_all_reduce_is_one_worker_with_all_batches() -> None:
