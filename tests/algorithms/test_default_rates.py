@@ -106,6 +106,15 @@ def test_quasi_global_momentum_does_not_diverge(rule: str, compressor: str) -> N
     assert found.holds, found
 
 
+@pytest.mark.parametrize("name", learning.registry.UNDAMPED)
+def test_tracking_over_copies_on_a_directed_graph_gives_a_warning(name: str) -> None:
+    case = Case("directed ring 8", "choco", "qsgd", 30, steps=0)
+    default_rates.topology.cache_clear()  # one warning for each
+    (text,) = warned(lambda: default_rates.learn(name, case, 0.02))
+    assert f"learning={name}" in text
+    assert warned(lambda: default_rates.learn(name, replace(case, graph="ring 8"), 0.02)) == []
+
+
 @pytest.mark.slow
 def test_no_default_of_a_learning_rule_diverges() -> None:
     """A seventh of the pairs, graphs and learning rates."""

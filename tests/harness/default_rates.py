@@ -370,7 +370,7 @@ def learn(name: str, case: Case, learning_rate: float) -> Learned:
 
 def lessons() -> Iterator[tuple[str, Case, float]]:
     """The arguments of `learn`: all learning rules over plain gossip and all compressed rules that
-    they accept."""
+    they accept without a warning."""
     compressed = [(c, "") for c in compressors.COMPRESSORS] + [("qsgd", "unbiased=true")]
     pairs = [("choco", c, g) for c, g in compressed]
     pairs += [("deepsqueeze", c, g) for c, g in compressed if not g]
@@ -380,7 +380,8 @@ def lessons() -> Iterator[tuple[str, Case, float]]:
         for rule, compressor, given in pairs:
             for graph in graphs:
                 case = Case(graph, rule, compressor, 30, given)
-                with suppress(ValueError):
+                with suppress(ValueError, UserWarning), warnings.catch_warnings():
+                    warnings.simplefilter("error")
                     learn(name, replace(case, steps=0), 1.0)
                     yield from ((name, case, rate) for rate in LEARNING_RATES)
 
