@@ -106,6 +106,12 @@ def test_quasi_global_momentum_does_not_diverge(rule: str, compressor: str) -> N
     assert found.holds, found
 
 
+def test_copies_and_momentum_limit_a_rate_together_on_a_directed_graph() -> None:
+    """With the smaller of both limits, the error is 1e12 after 3000 steps."""
+    found = default_rates.learn("gasloc", Case("directed ring 8", "choco", "qsgd", 30), 0.02)
+    assert found.holds, found
+
+
 @pytest.mark.parametrize("name", learning.registry.UNDAMPED)
 def test_tracking_over_copies_on_a_directed_graph_gives_a_warning(name: str) -> None:
     case = Case("directed ring 8", "choco", "qsgd", 30, steps=0)
