@@ -182,7 +182,7 @@ RADII = [
     ("noloco", "unidirectional-ring", 8, 0.3, 1.025),
     ("noloco", "unidirectional-ring", 8, 0.5, 1.133),
 ]
-RECURRENCES = {
+RECURRENCES: dict[str, tuple[Any, ...]] = {
     "diloco": (outer_stability.diloco,),
     "gasloc": (outer_stability.gasloc,),
     "noloco": (outer_stability.noloco, 1.0),
