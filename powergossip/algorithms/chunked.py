@@ -142,8 +142,11 @@ class DeMo(ErrorFeedback):
 
 
 def cosines(size: int) -> Tensor:
-    """The matrix of the orthonormal cosine transform, float64 [frequency, position]."""
+    """The matrix of the orthonormal cosine transform, float64 [frequency, position].
+
+    A zero is exact, so that DeMo's sign there is that of no rounding error.
+    """
     n = torch.arange(size, dtype=torch.float64)
     matrix = (math.pi * n[:, None] * (2 * n + 1) / (2 * size)).cos() * math.sqrt(2 / size)
     matrix[0] /= math.sqrt(2)
-    return matrix
+    return matrix.where(matrix.abs() > 1e-12, 0)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from powergossip import checks, kernels, randomness
 from powergossip.algorithms.averaging import Kind, Rate, Stateless, column
-from powergossip.compressors.sparse import distinct
+from powergossip.compressors.sparse import distinct, fraction
 from powergossip.network import Conversation, Mean, Network
 from powergossip.network.message_types import Rows, Shared
 from powergossip.parameters import Layout
@@ -127,7 +127,7 @@ class RandomEntries:
         checks.check("keep_ratio", keep_ratio, ok, "a fraction above 0, at most 1")
         layout.check_undivided("sparta")
         self._gossip = PlainGossip(network, diffusion_rate)
-        self._size, self._kept = layout.size, max(1, int(keep_ratio * layout.size))
+        self._size, self._kept = layout.size, fraction(keep_ratio, layout.size)
         self._key = randomness.keys(seed, "sparta", [()])[0].to(network.device)
         self._part = torch.zeros(
             network.rows, self._kept, dtype=network.dtype, device=network.device

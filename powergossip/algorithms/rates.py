@@ -43,11 +43,22 @@ def best(topology: Topology) -> float:
         ) from error
 
 
-def at_most(rate: float | BySize | None, largest: float) -> float | BySize | None:
-    """The rate, or those of tensors by their size, but none above the largest."""
+def at_most(
+    rate: float | BySize | None, largest: float, lags: bool = False
+) -> float | BySize | None:
+    """The rate, or those of tensors by their size, but none above the largest.
+
+    Args:
+        lags: Whether the inverses of both add up: copies that lag limit a rate on a directed graph
+            as momentum does.
+    """
+
+    def limited(one: float) -> float:
+        return 1 / (1 / one + 1 / largest) if lags else min(one, largest)
+
     if callable(rate):
-        return lambda elements: min(rate(elements), largest)
-    return None if rate is None else min(rate, largest)
+        return lambda elements: limited(rate(elements))
+    return None if rate is None else limited(rate)
 
 
 def checked(network: Network, rate: Rate | str) -> Rate:

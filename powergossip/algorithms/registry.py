@@ -209,7 +209,8 @@ def default_rate(
         chosen, ok = (given or {}).get("compressor"), not rates.diverges(topology, compressor)
         checks.check("compressor", chosen or found["compressor"], ok, _on_undirected(topology))
         rate = _DEFAULT_RATES[name](topology, layout, compressor, factor)
-    return rates.at_most(rate, rates.STABLE * largest)
+    lags = name in _DEFAULT_RATES and rates.is_directed(topology)
+    return rates.at_most(rate, rates.STABLE * largest, lags)
 
 
 def _on_undirected(topology: Topology) -> str:

@@ -13,12 +13,16 @@ LEVEL = 0.95  # of the interval of a difference
 
 @dataclass(frozen=True)
 class Line:
-    """An entry's results on a task."""
+    """An entry's results on a task.
+
+    resolution  # of the measure: that of one test sample, 0 if it is not a share of them
+    """
 
     name: str
     task: BenchmarkTask
     target: float
     found: Mapping[str, Any]
+    resolution: float = 0.0
 
     @property
     def runs(self) -> Sequence[Mapping[str, Any]]:
@@ -106,7 +110,8 @@ def lines(
         return [], list(of_task)
     ((usual, _),) = Counter(found["data"] for found in current.values()).most_common(1)
     kept = {name: found for name, found in current.items() if same_data(task, found["data"], usual)}
-    made = [Line(name, task, task.targets[tier], found) for name, found in kept.items()]
+    resolution = 1 / task.values_of(tier).get("task_options", {}).get("test_images", math.inf)
+    made = [Line(n, task, task.targets[tier], found, resolution) for n, found in kept.items()]
     made.sort(key=lambda line: line.quality, reverse=True)
     return made, [name for name in of_task if name not in kept]
 
@@ -145,7 +150,9 @@ def pair(first: Line, second: Line) -> Pair:
 def difference(first: Line, second: Line, level: float = LEVEL) -> tuple[float, float]:
     """The mean of first − second over the seeds of which neither run diverged.
 
-    Returns it, and half of its interval. The interval of less than two seeds has no ends.
+    Returns it, and half of its interval, at least the resolution: equal differences of a few seeds
+    are no proof. The interval of less than two seeds has no ends. It is about the seeds, not about
+    other test data.
     """
     of_second = {run["seed"]: run["evaluations"][-1]["mean"] for run in second.runs}
     differences = [
@@ -157,7 +164,8 @@ def difference(first: Line, second: Line, level: float = LEVEL) -> tuple[float, 
     mean = sum(differences) / n if n else math.nan
     if n < 2:
         return mean, math.inf
-    return mean, quantile(level, n) * deviation(differences) / math.sqrt(n)
+    margin = quantile(level, n) * deviation(differences) / math.sqrt(n)
+    return mean, max(margin, first.resolution)
 
 
 def deviation(values: Sequence[float]) -> float:

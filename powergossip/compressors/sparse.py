@@ -110,7 +110,7 @@ class TopK:
     def kept(self, rows: int, columns: int) -> int:
         """K"""
         if self.rank is None:
-            return _fraction(self.keep_ratio, rows * columns)
+            return fraction(self.keep_ratio, rows * columns)
         return min(rows * columns, max(1, self.rank * (rows + columns) // 4))
 
 
@@ -312,7 +312,7 @@ class RandomBlock(_AtSharedPositions):
 def _random_kept(keep_ratio: float, rank: int | None, rows: int, columns: int) -> int:
     """K of the compressors whose positions are not sent."""
     if rank is None:
-        return _fraction(keep_ratio, rows * columns)
+        return fraction(keep_ratio, rows * columns)
     return min(rows * columns, rank * (rows + columns))
 
 
@@ -427,7 +427,7 @@ SPARE_DRAWS = 8
 _REPEATED = 1 << 30  # more than the number of draws
 
 
-def _fraction(ratio: float, entries: int) -> int:
+def fraction(ratio: float, entries: int) -> int:
     """max(1, ⌊ratio · entries⌋), with 0.29 · 100 = 29 where floats give 28.999999999999996."""
     return max(1, floor(ratio * entries * (1 + 1e-12)))
 

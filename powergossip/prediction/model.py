@@ -32,7 +32,7 @@ from functools import lru_cache
 import numpy as np
 
 from powergossip import checks
-from powergossip.prediction.traffic import Phase, Traffic
+from powergossip.prediction.traffic import LENGTH, Phase, Traffic
 from powergossip.topologies import Topology
 
 PAYLOAD = 1448 / 1514  # of an Ethernet frame of 1500 bytes with headers of IP and TCP
@@ -216,7 +216,8 @@ class _Transfer:
 
 
 def _transfers(phase: Phase, load: _Load, n: int, hosts: int) -> Sequence[_Transfer]:
-    """The parts of a phase that follow each other. An all-reduce has two.
+    """The parts of a phase that follow each other. An all-reduce has two, and an all-gather, too:
+    lengths in 4 bytes, and then the messages.
 
     Neighbors' messages are concurrent with the first part.
     """
@@ -233,18 +234,18 @@ def _transfers(phase: Phase, load: _Load, n: int, hosts: int) -> Sequence[_Trans
                 size if load.link else 0.0,
             )
         )
-    for size, times, repeats in (
-        (phase.reduced / n, phase.all_reduces, 2),
-        (phase.gathered, phase.gathers, 1),
-    ):
+    half, lengths = (phase.reduced / n, phase.all_reduces), LENGTH * phase.gathers
+    gathers = ((lengths, phase.gathers), (phase.gathered - lengths, phase.gathers))
+    for size, times in (half, half, *gathers):
         if times:
-            part = _Transfer(
-                local * elsewhere * size,
-                (n - 1) * size,
-                (n - 1) * times,
-                size / times if elsewhere else 0.0,
+            parts.append(
+                _Transfer(
+                    local * elsewhere * size,
+                    (n - 1) * size,
+                    (n - 1) * times,
+                    size / times if elsewhere else 0.0,
+                )
             )
-            parts += [part] * repeats
     return parts
 
 

@@ -28,6 +28,7 @@ from powergossip.parameters import Layout
 from powergossip.prediction.fake_network import FakeProcesses
 from powergossip.topologies import Topology
 
+LENGTH = 4  # bytes of the length of a piece of an all-gather
 STEPS = 2  # after which the sides of power iteration repeat
 
 
@@ -199,8 +200,8 @@ def _phase(messages: Sequence[Message]) -> Phase:
             neighbor, neighbors = neighbor + message.tensor[0, 0].nbytes, neighbors + 1
         elif isinstance(message, Mean):
             reduced, reductions = reduced + message.tensor[0].nbytes, reductions + 1
-        elif isinstance(message, Gather):  # and its length, in 4 bytes
-            gathered, gathers = gathered + message.pieces[0].nbytes + 4, gathers + 1
+        elif isinstance(message, Gather):
+            gathered, gathers = gathered + LENGTH + message.pieces[0].nbytes, gathers + 1
     return Phase(neighbor, neighbors, reduced, reductions, gathered, gathers)
 
 

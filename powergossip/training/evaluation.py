@@ -4,6 +4,7 @@ Axes: worker (hosted by this process); D parameters of a worker.
 """
 
 import math
+import warnings
 from collections.abc import Mapping
 
 import torch
@@ -75,6 +76,8 @@ class Evaluation:
             self._log(name, value, epoch, split="train")
         means = self._log_workers(epoch, gathered)
         self._log_consensus(epoch, gathered)
+        if epoch == self._config.num_epochs:
+            self._warn_of_disagreement()
         batches = self._config.options.get("num_batches_per_step", 1)
         rounds = step // (self._config.local_steps * batches)
         uncompressed = int(view.bits_to_all(view.layout.size, rounds)[0])
@@ -231,6 +234,17 @@ class Evaluation:
         for name, square in means.items():
             self._log(
                 "consensus_distance", math.sqrt(square), epoch, type="parameter", parameter=name
+            )
+
+    def _warn_of_disagreement(self) -> None:
+        """Warn of models that differ by more than the norm of their mean. Only on process 0."""
+        distance, norm = self._consensus_distance, float(self.mean_model.x.norm())
+        if distance > norm and not self._view.processes.rank:
+            warnings.warn(
+                f"the workers do not agree: the consensus distance of {distance:.3g} exceeds the "
+                f"norm of their mean model, {norm:.3g}; use a smaller learning_rate or "
+                "optimizer_diffusion_rate",
+                stacklevel=2,
             )
 
     def _means(self, sums: Mapping[str, float]) -> dict[str, float]:

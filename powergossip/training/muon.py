@@ -70,7 +70,10 @@ def match_rms_adamw(rows: int, columns: int) -> float:
 
 
 def original(rows: int, columns: int) -> float:
-    """√max(1, rows/columns), of Jordan's published code."""
+    """√max(1, rows/columns), as in Jordan's published code for matrices.
+
+    For convolutions that has the last two axes, the sides of the kernel, in their place.
+    """
     return sqrt(max(1, rows / columns))
 
 

@@ -3,7 +3,7 @@
 TASK_DEFAULTS = """\
   Digits: task_architecture=CNN batch_size=16 num_epochs=40 learning_rate=0.02
     lr_schedule_milestones=[[30.0,0.1]] momentum=0.9 weight_decay=0.0001 gradient_clipping=null
-  FashionMNIST: task_architecture=CNN batch_size=32 num_epochs=5 learning_rate=0.1
+  FashionMNIST: task_architecture=CNN batch_size=32 num_epochs=5 learning_rate=0.05
     lr_schedule_milestones=[[4.0,0.1]] momentum=0.9 weight_decay=0.0001 gradient_clipping=null
   Cifar: task_architecture=ResNet18 batch_size=128 num_epochs=300 learning_rate=0.1
     lr_schedule_milestones=[[150.0,0.1],[250.0,0.1]] momentum=0.9 weight_decay=0.0001

@@ -297,6 +297,14 @@ def test_sparta_is_plain_gossip_of_as_many_random_elements(ratio: float) -> None
     assert network.bits.tolist() == [3 * 32 * kept * 4] * 5
 
 
+def test_sparta_sends_the_fraction_in_whole_numbers() -> None:
+    """0.29 · 100 = 28.999999999999996 in floats."""
+    layout, network = Layout([(10, 10)]), alone("ring", 3)
+    averaging = algorithms.make("sparta", network, layout, keep_ratio=0.29)
+    steps(network, averaging, start(3, layout), 1)
+    assert network.bits.tolist() == [2 * 32 * 29] * 3
+
+
 @pytest.mark.parametrize("ratio", [0.0, 1.1, float("nan")])
 def test_sparta_rejects_fractions_of_no_elements(ratio: float) -> None:
     with pytest.raises(ValueError, match="keep_ratio"):

@@ -171,6 +171,7 @@ def test_the_cosine_transform_is_orthonormal() -> None:
         x = torch.randn(size, dtype=torch.float64)
         expected = torch.from_numpy(scipy.fft.dct(x.numpy(), type=2, norm="ortho"))
         torch.testing.assert_close(matrix @ x, expected)
+    assert cosines(7)[1::2, 3].tolist() == [0.0] * 3  # odd frequencies in the middle
 
 
 def test_demo_with_all_components_is_the_sign_of_the_mean() -> None:

@@ -3,8 +3,10 @@
 import statistics
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
@@ -59,6 +61,15 @@ def test_no_default_diverges(rule: str, compressor: str) -> None:
         assert result.holds, result
 
 
+def test_no_default_diverges_on_a_directed_graph() -> None:
+    """All rules and compressors that it accepts."""
+    accepted = default_rates.cases(["directed ring 8"])
+    for case in (c for c in accepted if c.elements == 100 and c.compressor != "svd"):
+        slow = case.compressor == "rounding"
+        result = default_rates.run(replace(case, steps=600) if slow else case)
+        assert result.holds, result
+
+
 @pytest.mark.slow
 def test_no_default_diverges_on_any_graph() -> None:
     """All graphs and rules, with 100 elements and all steps."""
@@ -93,6 +104,21 @@ def test_quasi_global_momentum_does_not_diverge(rule: str, compressor: str) -> N
     case = Case("ring 8", rule, compressor, 30, steps=1000)
     found = default_rates.learn("quasi-global-momentum", case, 0.001)
     assert found.holds, found
+
+
+def test_copies_and_momentum_limit_a_rate_together_on_a_directed_graph() -> None:
+    """With the smaller of both limits, the error is 1e12 after 3000 steps."""
+    found = default_rates.learn("gasloc", Case("directed ring 8", "choco", "qsgd", 30), 0.02)
+    assert found.holds, found
+
+
+@pytest.mark.parametrize("name", learning.registry.UNDAMPED)
+def test_tracking_over_copies_on_a_directed_graph_gives_a_warning(name: str) -> None:
+    case = Case("directed ring 8", "choco", "qsgd", 30, steps=0)
+    default_rates.topology.cache_clear()  # one warning for each
+    (text,) = warned(lambda: default_rates.learn(name, case, 0.02))
+    assert f"learning={name}" in text
+    assert warned(lambda: default_rates.learn(name, replace(case, graph="ring 8"), 0.02)) == []
 
 
 @pytest.mark.slow
@@ -147,10 +173,51 @@ def test_the_rule_by_hand() -> None:
 
 
 @pytest.mark.parametrize("graph", default_rates.GRAPHS)
-def test_eigenvalues_are_at_most_twice_the_largest_move(graph: str) -> None:
+def test_eigenvalues_are_at_most_the_largest_move_from_it(graph: str) -> None:
+    """Complex ones, too, of I − W on a directed graph."""
     topology = default_rates.topology(graph)
-    if topology.period == 1:
-        assert topology.largest_eigenvalue <= 2 * topology.largest_move + 1e-12
+    move = topology.largest_move
+    for r in topology.rounds:
+        eigenvalues = np.linalg.eigvals(np.eye(r.n_workers) - r.matrix().toarray())
+        assert abs(eigenvalues - move).max() <= move + 1e-12
+
+
+@pytest.mark.parametrize("keep_ratio", [0.01, 0.3, 0.7])
+def test_copies_that_follow_slowly_are_stable_on_a_directed_ring(keep_ratio: float) -> None:
+    """x̂ ← x̂ + δ (x − x̂), x ← x − γ λ x̂ at 1 % below the largest rate, not at 1 % above it."""
+    directed = topologies.make("unidirectional-ring", 64)
+    rate = default(TopK(keep_ratio), directed, Layout([(10, 10)])) / algorithms.rates.DIRECTED
+    eigenvalues = np.linalg.eigvals(np.eye(64) - directed.rounds[0].matrix().toarray())
+    for factor, decays in ((0.99, True), (1.01, False)):
+        radii = []
+        for step in factor * rate * eigenvalues[abs(eigenvalues) > 1e-9]:
+            d = keep_ratio
+            radii += [*abs(np.linalg.eigvals([[1 - step * d, step * (d - 1)], [d, 1 - d]]))]
+        assert (max(radii) < 1) == decays
+
+
+@pytest.mark.parametrize("rule", COMPRESSED)
+def test_signs_have_no_default_on_a_directed_graph(rule: str) -> None:
+    """A rate that is given has a warning."""
+    for graph in ("unidirectional-ring", "exponential", "equi-static"):
+        network = Network(topologies.make(graph, 8), ALONE)
+        with pytest.raises(ValueError, match=f"compressor=sign-and-norm: use .*topology={graph}"):
+            algorithms.make(rule, network, LAYOUT)
+        algorithms.make(rule, network, LAYOUT, diffusion_rate=0.001)
+        algorithms.make(rule, network, LAYOUT, compressor="qsgd")
+    with pytest.raises(ValueError, match=r"^optimizer_compressor=sign-and-norm: use .*exponential"):
+        run_of(optimizer=rule, topology="exponential")
+    given = {"optimizer": rule, "topology": "exponential", "optimizer_diffusion_rate": 0.01}
+    (text,) = warned(lambda: run_of(**given))
+    assert "use another one, such as qsgd" in text
+
+
+@pytest.mark.parametrize("rule", ["deepsqueeze", "moniqua"])
+def test_errors_of_messages_do_not_move_the_mean(rule: str) -> None:
+    """The rounds of `epidemic` would: only their rows sum to 1."""
+    network = Network(topologies.make("epidemic", 8), ALONE)
+    with pytest.raises(ValueError, match="topology=epidemic: use push-sum"):
+        algorithms.make(rule, network, LAYOUT)
 
 
 def test_deepsqueeze_has_the_same_default_but_at_most_a_tenth() -> None:

@@ -864,6 +864,12 @@ def test_a_difference_within_its_interval_is_noise() -> None:
         run["seed"] += 10
     assert pair(line(0.80, 0.82, 0.84), shifted).verdict == "noise"
     assert pair(line(0.80, 0.82, 0.84), line(0.83, 0.81, 0.79)).verdict == "noise"
+    equal = (
+        dataclasses.replace(line(0.801, 0.821, 0.841), resolution=0.0011),
+        line(0.80, 0.82, 0.84),
+    )
+    assert pair(*equal).verdict == "noise"  # one of 1,000 test images
+    assert pair(dataclasses.replace(equal[0], resolution=0.0), equal[1]).verdict == "better"
     # t(0.975, 2) = 4.303: differences of 1, 2 and 3 are 2 ± 2.48, those of 2, 3 and 4 are 3 ± 2.48
     of = pair(line(0.01, 0.02, 0.03), line(0.0, 0.0, 0.0))
     assert of.margin == pytest.approx(0.01 * 4.302653 / math.sqrt(3), rel=1e-5)

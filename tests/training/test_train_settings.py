@@ -33,7 +33,7 @@ from powergossip.training.method_keys import PREFIX, MethodKeys
 from powergossip.training.resuming import check_same_run
 from powergossip.training.task_defaults import TASK_DEFAULTS
 from powergossip.training.trainer import Trainer
-from tests.harness.training import after_steps, built, configured
+from tests.harness.training import after_steps, built, configured, trained
 
 ALONE = Processes()
 
@@ -130,6 +130,15 @@ def test_a_rank_with_which_nothing_is_compressed_gives_a_warning() -> None:
 def test_a_run_without_an_exchange_gives_a_warning() -> None:
     with pytest.warns(UserWarning, match=r"^local_steps=9999: use at most the .* nothing"):
         after_steps(1, local_steps=9999, optimizer="dpsgd")
+
+
+@pytest.mark.parametrize(("rate", "wrecked"), [(1.0, False), (2.0, True)])
+def test_workers_that_do_not_agree_at_the_end_give_a_warning(rate: float, wrecked: bool) -> None:
+    """Plain gossip diverges above 1.5 on a ring of 4."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trained(optimizer="dpsgd", optimizer_diffusion_rate=rate)
+    assert any("workers do not agree" in str(w.message) for w in caught) == wrecked
 
 
 @pytest.mark.parametrize(("rate", "found"), [(1.0, 1.0), (2.0, 0.9 * 0.975)])

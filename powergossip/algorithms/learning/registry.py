@@ -27,6 +27,7 @@ from powergossip.algorithms.learning.tracking import (
     NormalizedGradientTracking,
 )
 from powergossip.algorithms.plain import ExactMean, PlainGossip
+from powergossip.algorithms.rates import is_directed, warn_once
 from powergossip.compressors import Identity
 from powergossip.network import Network
 from powergossip.topologies import Topology
@@ -60,6 +61,9 @@ DIFFUSION_FACTORS: dict[tuple[str, str], float] = {
     ("quasi-global-momentum", "choco"): 0.1,
     ("quasi-global-momentum", "deepsqueeze"): 0.1,
 }
+# Rules whose tracked gradients turn the complex eigenvalues of a directed graph into growth, where
+# the learning rate times the curvature is large beside γ times an eigenvalue.
+UNDAMPED = ("gradient-tracking", "beer", "motef")
 # The smallest and the largest values of such options with which a pair trains.
 ACCEPTABLE: dict[tuple[str, str], dict[str, tuple[float, float]]] = {
     ("exact-diffusion", "power-gossip"): {"diffusion_rate": (0, 1)},
@@ -101,6 +105,13 @@ def check(name: str, network: Network, averaging_name: str, averaging: Averaging
             f"topology={network.topology.name}: use a topology that conserves the mean with "
             f"learning={name}, such as ring or one-peer-exponential; its sums over the workers "
             "drift otherwise"
+        )
+    if name in UNDAMPED and isinstance(averaging, ChocoGossip) and is_directed(network.topology):
+        warn_once(
+            network,
+            f"topology={network.topology.name}: use an undirected one, optimizer=dpsgd or learning="
+            f"gt-nsgd; on a directed graph, learning={name} over compressed messages may diverge "
+            "unless the learning rate is small beside the diffusion rate",
         )
     if found.static and len(network.rounds) > 1:
         raise ValueError(
