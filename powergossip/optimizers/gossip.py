@@ -11,6 +11,7 @@ neighbors. This is D-PSGD with an averaging algorithm G, x ← G(x − η u(g)),
 (2017), arXiv:1705.09056. In a single process, it is the wrapped optimizer.
 """
 
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -147,9 +148,12 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
             "all-reduce", which is SGD on the mean gradient only after the local update.
     """
 
-    # GradScaler then always calls `step`, and for that time sets the attributes `grad_scale` (the
-    # factor still in the gradients, or None) and `found_inf` (whether they overflowed).
-    _step_supports_amp_scaling = True
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """True for GradScaler. It then always calls `step`, and for that time sets the attributes
+        `grad_scale` (the factor still in the gradients, or None) and `found_inf` (whether they
+        overflowed). Lightning would not unscale or clip the gradients of such an optimizer."""
+        return isinstance(sys._getframe(1).f_locals.get("self"), torch.amp.GradScaler)
 
     def __init__(
         self,

@@ -537,6 +537,41 @@ def test_alone_with_a_scaler_it_is_the_wrapped_optimizer_to_the_bit() -> None:
     assert torch.equal(numbers(model), numbers(reference))
 
 
+@pytest.mark.slow  # imports of Lightning
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+def test_alone_in_lightning_with_clipping_it_is_the_wrapped_optimizer(precision: Any) -> None:
+    """Gradients are unscaled in the hook, and clipped."""
+    lightning = pytest.importorskip("lightning")
+    precisions = pytest.importorskip("lightning.pytorch.plugins.precision")
+
+    class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self, wraps: bool):
+            super().__init__()
+            self.model, self.wraps, self.seen = mlp(), wraps, []
+
+        def training_step(self, batch: Any, t: int) -> Tensor:
+            return loss(self.model, 0, t)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            local = OPTIMIZERS["momentum"](self.model)
+            return GossipOptimizer(local, "dpsgd", processes=ALONE) if self.wraps else local
+
+        def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+            self.seen.append(self.model[0].weight.grad.norm())
+
+    found = []
+    for wraps in (False, True):
+        scaler = torch.amp.GradScaler("cpu") if precision == "16-mixed" else None
+        mixed = precisions.MixedPrecision(precision, "cpu", scaler=scaler)
+        quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
+        options = {"accelerator": "cpu", "devices": 1, "plugins": [mixed], **quiet}
+        module = Module(wraps)
+        lightning.Trainer(max_steps=3, gradient_clip_val=0.1, **options).fit(module, range(3))
+        found.append(torch.cat([torch.stack(module.seen), numbers(module.model)]))
+    assert torch.equal(*found)
+
+
 def test_alone_closures_are_the_wrapped_optimizers() -> None:
     model, reference = mlp(), mlp()
     local = torch.optim.LBFGS(model.parameters(), max_iter=3)
