@@ -30,7 +30,7 @@ from torch.optim.optimizer import ParamsT
 from powergossip import checks
 from powergossip.algorithms.dgc import DGCAggregation, DGCConfig
 from powergossip.network import Network
-from powergossip.optimizers.checks import Params
+from powergossip.optimizers.checks import Params, not_compiled
 from powergossip.optimizers.gradients import CompressedMean, Gradients
 from powergossip.optimizers.precision import HALF, MESSAGE_DTYPES
 
@@ -192,6 +192,7 @@ def check_momentum(optimizer: torch.optim.Optimizer, momentum: float, nesterov: 
             )
 
 
+@not_compiled
 def optimizer_step(optimizer: torch.optim.Optimizer, dgc: DGC) -> None:
     """A step of the optimizer with the workers' mean, in every num_batches_per_step-th call.
 

@@ -28,6 +28,7 @@ from powergossip.optimizers.checks import (
     check_own_gradients,
     check_same_everywhere,
     named,
+    not_compiled,
 )
 from powergossip.optimizers.gossip_engine import DTYPES, Averaged, trainable_of
 from powergossip.optimizers.gradients import Traffic
@@ -290,6 +291,7 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
 
     # Steps.
 
+    @not_compiled
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """The step of the wrapped optimizer, and gossip if it is due.
 
@@ -329,6 +331,7 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
         gradients = [p.grad for g in self.param_groups for p in g["params"] if p.requires_grad]
         return all(g is not None and not memory(g).any() for g in gradients)
 
+    @not_compiled
     def correct_(self) -> None:
         """Add the learning rule's corrections to the gradients, before a clipping of one's own.
 
@@ -455,6 +458,7 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
             return
         own = weakref.ref(self)
 
+        @not_compiled
         def on_gradient(_: Tensor) -> None:
             optimizer = own()
             if optimizer is not None:

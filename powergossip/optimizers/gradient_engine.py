@@ -10,7 +10,7 @@ from torch import Tensor
 from powergossip.algorithms.error_feedback import ErrorFeedback as ErrorFeedbackAggregation
 from powergossip.algorithms.sign_sgd import SignSGDAggregation
 from powergossip.network import Network
-from powergossip.optimizers.checks import Params
+from powergossip.optimizers.checks import Params, not_compiled
 from powergossip.optimizers.dgc import check_momentum
 from powergossip.optimizers.gradients import CompressedMean, Gradients
 from powergossip.parameters import Layout
@@ -69,6 +69,7 @@ class Aggregated(CompressedMean):
         return self.flat.means
 
 
+@not_compiled
 def optimizer_step(optimizer: torch.optim.Optimizer, aggregated: Aggregated) -> None:
     """A step of the optimizer with the mean of all workers' compressed gradients.
 

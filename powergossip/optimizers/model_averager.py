@@ -29,6 +29,7 @@ from powergossip.optimizers.checks import (
     check_same_everywhere,
     is_frozen,
     named,
+    not_compiled,
 )
 from powergossip.optimizers.gossip_engine import DTYPES, Averaged
 from powergossip.optimizers.learning_rules import averaging_only
@@ -126,6 +127,7 @@ class GossipModelAverager(ModelAverager):
 
     # --- Steps ---
 
+    @not_compiled
     def average_parameters(self, params: Params | Iterable[dict[str, Any]]) -> None:
         """Count a step, and gossip if it is due: x ← G(x), in place.
 

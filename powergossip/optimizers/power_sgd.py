@@ -38,6 +38,7 @@ from powergossip.optimizers.checks import (
     clear_frozen_gradients,
     is_frozen,
     named,
+    not_compiled,
 )
 from powergossip.optimizers.gradients import (
     FLOATING_POINT,
@@ -336,6 +337,7 @@ class BasicPowerSGD(_LowRank):
         )
 
 
+@not_compiled
 def optimizer_step(optimizer: torch.optim.Optimizer, aggregator: Aggregator) -> None:
     """A step of the optimizer with the mean of all workers' gradients by an aggregator.
 

@@ -545,10 +545,11 @@ def test_alone_in_lightning_with_clipping_it_is_the_wrapped_optimizer(precision:
     lightning = pytest.importorskip("lightning")
     precisions = pytest.importorskip("lightning.pytorch.plugins.precision")
 
-    class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
+    class Module(lightning.LightningModule):  # type: ignore[name-defined]
         def __init__(self, wraps: bool):
             super().__init__()
-            self.model, self.wraps, self.seen = mlp(), wraps, []
+            self.model: Any = mlp()
+            self.wraps, self.seen = wraps, list[Tensor]()
 
         def training_step(self, batch: Any, t: int) -> Tensor:
             return loss(self.model, 0, t)
