@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from powergossip import network
+from powergossip import checks, network
 from powergossip.algorithms import learning as learning_rules
 from powergossip.network import Processes
 from powergossip.optimizers.checks import (
@@ -196,6 +196,7 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
         else:
             who, sharding = _sharding(optimizer, mesh, group, per_shard)
         self.wrapped, self._of_all = optimizer, group is None
+        local_steps = checks.plain(local_steps)
         self._local_steps, self._overlapping, self._steps = local_steps, overlapping, 0
         self._corrected = False
 

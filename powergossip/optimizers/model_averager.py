@@ -101,6 +101,7 @@ class GossipModelAverager(ModelAverager):
         else:
             self._processes = processes = processes_along(mesh, process_group)
         self._mesh, self._per_shard = mesh, per_shard
+        period, warmup_steps = checks.plain(period), checks.plain(warmup_steps)
         with processes.agreed():
             for name, value, least in (("period", period, 1), ("warmup_steps", warmup_steps, 0)):
                 ok = isinstance(value, int) and not isinstance(value, bool) and value >= least

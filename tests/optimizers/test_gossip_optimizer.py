@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import networkx as nx
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -1132,3 +1134,37 @@ def test_added_groups_of_equal_shapes_draw_different_directions() -> None:
     first, second, third = map(numbers, layers)
     for one, other in ((first, second), (first, third), (second, third)):
         assert (one - other).abs().max() > 1e-3
+
+
+NUMPY: dict[str, Callable[[Any], Any]] = {
+    "rank": lambda i: wrapped(OPTIMIZERS["sgd"], "power-gossip", rank=i, processes=ALONE),
+    "seed": lambda i: wrapped(OPTIMIZERS["sgd"], "dpsgd", seed=i, processes=ALONE),
+    "rate": lambda i: wrapped(OPTIMIZERS["sgd"], "dpsgd", diffusion_rate=i / 4, processes=ALONE),
+    "local_steps": lambda i: wrapped(OPTIMIZERS["sgd"], "dpsgd", local_steps=i, processes=ALONE),
+    "degree": lambda i: topologies.make("random-regular", 6, options={"degree": i}),
+}
+
+
+@pytest.mark.parametrize("name", NUMPY)
+def test_numbers_of_numpy_are_numbers(name: str) -> None:
+    for two in (np.int64(2), np.uint8(2)):
+        made, expected = NUMPY[name](two), NUMPY[name](2)
+        if isinstance(made, tuple):
+            states = [str(optimizer.state_dict()) for _, optimizer in (made, expected)]
+            assert states[0] == states[1]
+
+
+@pytest.mark.parallel([4])
+def test_topologies_are_also_objects_and_paths(tmp_path: Path) -> None:
+    file = tmp_path / "ring.edgelist"
+    file.write_text("0 1\n1 2\n2 3\n3 0\n")
+    found = []
+    for topology in ("ring", nx.cycle_graph(4), topologies.make("ring", 4), file):
+        model, optimizer = wrapped(OPTIMIZERS["sgd"], "dpsgd", topology=topology)
+        run(model, optimizer, range(2))
+        found.append(everywhere(model))
+        optimizer.load_state_dict(optimizer.state_dict())
+    for x in found:
+        torch.testing.assert_close(x, found[0])
+    with pytest.raises(BadInput, match="it has 5 workers, the run has 4"):
+        wrapped(OPTIMIZERS["sgd"], "dpsgd", topology=nx.cycle_graph(5))
