@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any, TypeGuard
 
+import numpy as np
+
 SMALLEST, LARGEST = 1.1754944e-38, 3.4028234e38  # normal numbers in single precision
 
 
@@ -27,6 +29,11 @@ class BadValue(ValueError):
     def renamed(self, name: str) -> "BadValue":
         """Return the same error for another name: `optimizer_rank` for `rank`, for instance."""
         return BadValue(name, self.value, self.accepted)
+
+
+def plain(value: Any) -> Any:
+    """A number of numpy as Python's, which states and files can have. Other values stay."""
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def check(name: str, value: object, ok: bool, accepted: str) -> None:

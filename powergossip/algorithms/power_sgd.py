@@ -64,7 +64,7 @@ class PowerSGDConfig:
             ("start_compressing_after_num_steps", 0),
         ):
             value = getattr(self, name)
-            ok = isinstance(value, int) and value >= least
+            ok = isinstance(checks.plain(value), int) and value >= least
             checks.check(name, value, ok, f"a whole number, {least} or more")
         rate = self.min_compression_rate
         checks.check(

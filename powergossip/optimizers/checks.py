@@ -7,12 +7,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from powergossip.errors import BadInput
 from powergossip.network import Processes
 from powergossip.parameters import listed
+
+# A decorator of functions that communicate, which torch.compile then leaves as they are. The public
+# torch.compiler.disable imports torch._dynamo at once, which takes a second.
+not_compiled = _disable_dynamo
 
 Params = Iterable[Tensor | tuple[str, Tensor]]  # model.parameters() or model.named_parameters()
 

@@ -29,7 +29,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from powergossip import network
-from powergossip.optimizers.checks import check_same_everywhere
+from powergossip.optimizers.checks import check_same_everywhere, not_compiled
 from powergossip.optimizers.gossip import check_wrappable
 from powergossip.optimizers.gossip_engine import Averaged, trainable_of
 from powergossip.optimizers.gradients import Traffic
@@ -199,6 +199,7 @@ class GossipState(Traffic):
         self._averaged.load_state_dict(state)
 
 
+@not_compiled
 def gossip_hook(state: GossipState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """A DDP communication hook that leaves gradients local, and gossips parameters.
 
@@ -213,6 +214,7 @@ def gossip_hook(state: GossipState, bucket: dist.GradBucket) -> torch.futures.Fu
     return future
 
 
+@not_compiled
 def _finish(own: "weakref.ref[GossipState]", is_step: bool = False) -> None:
     state = own()
     if state is None:
@@ -224,6 +226,7 @@ def _finish(own: "weakref.ref[GossipState]", is_step: bool = False) -> None:
         state.before_update()
 
 
+@not_compiled
 def _after_step(own: "weakref.ref[GossipState]") -> None:
     state = own()
     if state is not None:
@@ -236,6 +239,7 @@ def _at_first_forward(own: "weakref.ref[GossipState]") -> None:
     A hook receives no reference to the module, and register_comm_hook calls nothing of the state.
     """
 
+    @not_compiled
     def before(module: nn.Module, _: Any) -> None:
         state = own()
         if state is None:

@@ -11,6 +11,7 @@ neighbors. This is D-PSGD with an averaging algorithm G, x ← G(x − η u(g)),
 (2017), arXiv:1705.09056. In a single process, it is the wrapped optimizer.
 """
 
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from powergossip import network
+from powergossip import checks, network
 from powergossip.algorithms import learning as learning_rules
 from powergossip.network import Processes
 from powergossip.optimizers.checks import (
@@ -27,6 +28,7 @@ from powergossip.optimizers.checks import (
     check_own_gradients,
     check_same_everywhere,
     named,
+    not_compiled,
 )
 from powergossip.optimizers.gossip_engine import DTYPES, Averaged, trainable_of
 from powergossip.optimizers.gradients import Traffic
@@ -147,9 +149,12 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
             "all-reduce", which is SGD on the mean gradient only after the local update.
     """
 
-    # GradScaler then always calls `step`, and for that time sets the attributes `grad_scale` (the
-    # factor still in the gradients, or None) and `found_inf` (whether they overflowed).
-    _step_supports_amp_scaling = True
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """True for GradScaler. It then always calls `step`, and for that time sets the attributes
+        `grad_scale` (the factor still in the gradients, or None) and `found_inf` (whether they
+        overflowed). Lightning would not unscale or clip the gradients of such an optimizer."""
+        return isinstance(sys._getframe(1).f_locals.get("self"), torch.amp.GradScaler)
 
     def __init__(
         self,
@@ -191,6 +196,7 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
         else:
             who, sharding = _sharding(optimizer, mesh, group, per_shard)
         self.wrapped, self._of_all = optimizer, group is None
+        local_steps = checks.plain(local_steps)
         self._local_steps, self._overlapping, self._steps = local_steps, overlapping, 0
         self._corrected = False
 
@@ -286,6 +292,7 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
 
     # Steps.
 
+    @not_compiled
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """The step of the wrapped optimizer, and gossip if it is due.
 
@@ -325,6 +332,7 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
         gradients = [p.grad for g in self.param_groups for p in g["params"] if p.requires_grad]
         return all(g is not None and not memory(g).any() for g in gradients)
 
+    @not_compiled
     def correct_(self) -> None:
         """Add the learning rule's corrections to the gradients, before a clipping of one's own.
 
@@ -451,6 +459,7 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
             return
         own = weakref.ref(self)
 
+        @not_compiled
         def on_gradient(_: Tensor) -> None:
             optimizer = own()
             if optimizer is not None:

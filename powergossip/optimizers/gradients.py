@@ -21,6 +21,7 @@ from powergossip.optimizers.checks import (
     clear_frozen_gradients,
     is_frozen,
     named,
+    not_compiled,
     owner_of,
 )
 from powergossip.optimizers.precision import message_dtype_of, working_dtype
@@ -226,6 +227,7 @@ class Aggregator(ABC):
         return means
 
 
+@not_compiled
 @torch.no_grad()
 def optimizer_step(
     optimizer: torch.optim.Optimizer,

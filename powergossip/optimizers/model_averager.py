@@ -29,6 +29,7 @@ from powergossip.optimizers.checks import (
     check_same_everywhere,
     is_frozen,
     named,
+    not_compiled,
 )
 from powergossip.optimizers.gossip_engine import DTYPES, Averaged
 from powergossip.optimizers.learning_rules import averaging_only
@@ -100,6 +101,7 @@ class GossipModelAverager(ModelAverager):
         else:
             self._processes = processes = processes_along(mesh, process_group)
         self._mesh, self._per_shard = mesh, per_shard
+        period, warmup_steps = checks.plain(period), checks.plain(warmup_steps)
         with processes.agreed():
             for name, value, least in (("period", period, 1), ("warmup_steps", warmup_steps, 0)):
                 ok = isinstance(value, int) and not isinstance(value, bool) and value >= least
@@ -128,6 +130,7 @@ class GossipModelAverager(ModelAverager):
 
     # --- Steps ---
 
+    @not_compiled
     def average_parameters(self, params: Params | Iterable[dict[str, Any]]) -> None:
         """Count a step, and gossip if it is due: x ← G(x), in place.
 

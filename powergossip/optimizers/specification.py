@@ -10,7 +10,7 @@ from typing import Any, get_args, get_origin
 import torch
 from torch import Tensor
 
-from powergossip import algorithms, compressors, randomness, topologies
+from powergossip import algorithms, checks, compressors, randomness, topologies
 from powergossip import options as _options
 from powergossip.network import Network, Processes
 from powergossip.parameters import Layout
@@ -26,7 +26,8 @@ class Specification:
     Other invalid values are rejected when the algorithm is built.
 
     Args:
-        topology: A row of topologies.TOPOLOGIES, or the file of a graph.
+        topology: A row of topologies.TOPOLOGIES, the file of a graph, a `Topology`, or an
+            undirected graph of networkx.
         topology_options: Options of the topology.
         seed: Seed of the topology and the algorithm.
         options: All options of the algorithm: those given, and defaults for the others.
@@ -43,17 +44,18 @@ class Specification:
         self,
         name: str,
         *,
-        topology: str = "ring",
+        topology: Any = "ring",
         topology_options: Mapping[str, Any] | None = None,
         seed: int = 0,
         **options: Any,
     ):
         row = _options.find(algorithms.AVERAGING, "algorithm", name)
-        self.name, self.topology, self.seed = name, topology, seed
+        self.name, self.seed = name, checks.plain(seed)
+        self.topology = topology if topologies.is_graph(topology) else topologies.name_of(topology)
         self.topology_options = {} if topology_options is None else topology_options
-        check_type("topology", topology, str)
         check_type("topology_options", self.topology_options, Mapping)
-        check_type("seed", seed, int)
+        check_type("seed", self.seed, int)
+        options = {option: checks.plain(value) for option, value in options.items()}
         self.given = options
         self._factor = 1.0
         self._largest_rate: Callable[[Topology], float] = lambda topology: math.inf
@@ -125,7 +127,7 @@ class Specification:
         """A complete description of numbers and strings."""
         return {
             "method": self.name,
-            "topology": self.topology,
+            "topology": topologies.name_of(self.topology),
             "topology_options": dict(self.topology_options),
             "seed": self.seed,
             **self.options,

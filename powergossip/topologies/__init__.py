@@ -21,7 +21,10 @@ Axes: worker, edge, group, member, block. Matrices over the workers are [receive
 
 from powergossip.topologies.fastest import fastest_mixing
 from powergossip.topologies.graph_files import from_file
-from powergossip.topologies.registry import TOPOLOGIES, make
+from powergossip.topologies.registry import TOPOLOGIES as TOPOLOGIES
+from powergossip.topologies.registry import is_graph as is_graph
+from powergossip.topologies.registry import make as make
+from powergossip.topologies.registry import name_of as name_of
 from powergossip.topologies.static import (
     UNDIRECTED,
     WEIGHTS,

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from powergossip.topologies.static import (
     WEIGHTS,
     equi_static,
     exponential,
+    undirected,
     unidirectional_ring,
 )
 from powergossip.topologies.time_varying import (
@@ -42,11 +44,30 @@ TOPOLOGIES: dict[str, Callable[..., Topology]] = {  # name → function(n_worker
 }
 
 
+def is_graph(topology: object) -> bool:
+    """Whether this is a `Topology` or a graph of networkx, and no name or path."""
+    return isinstance(topology, Topology) or hasattr(topology, "is_directed")
+
+
+def name_of(topology: Any) -> str:
+    """The name of a topology, of a graph, or of a file. Raises ValueError for another object."""
+    if isinstance(topology, Topology):
+        return topology.name
+    if is_graph(topology):
+        return str(topology.name or "graph")
+    if not isinstance(topology, str | Path):
+        raise ValueError(
+            f"topology={topology!r}: use a string, a path, a Topology or a graph of networkx"
+        )
+    return str(topology)
+
+
 def make(
-    name: str, n_workers: int, *, seed: int = 0, options: Mapping[str, Any] | None = None
+    name: Any, n_workers: int, *, seed: int = 0, options: Mapping[str, Any] | None = None
 ) -> Topology:
     """Build the topology of this name for `n_workers`, or read the graph from the file `name`.
 
+    `name` may also be a `Topology` or an undirected graph of networkx, of this many workers.
     A name that is not in `TOPOLOGIES` is a path if it has a path separator, ends in .edgelist,
     .adjlist or .txt, or is an existing file. `options` are passed to the topology's function, or to
     `from_file`. `weights` is a name of `WEIGHTS`, for any undirected static graph.
@@ -55,8 +76,22 @@ def make(
         ValueError: For an unknown name or option, an option of the wrong type, a graph of another
             size, a graph that is not connected, and a file that cannot be read.
     """
-    options = dict(options or {})
+    options = {key: checks.plain(value) for key, value in (options or {}).items()}
+    n_workers, seed = checks.plain(n_workers), checks.plain(seed)
     checks.at_least_one("n_workers", n_workers)
+    if is_graph(name):
+        graph, title = name, name_of(name)
+        build = (
+            (lambda: graph) if isinstance(graph, Topology) else partial(undirected, title, graph)
+        )
+        own = build(**_checked_options(title, build, options))
+        if own.n_workers != n_workers:
+            raise ValueError(
+                f"topology={own.name}: it has {own.n_workers} workers, the run has {n_workers}; "
+                "use as many"
+            )
+        return own
+    name = name_of(name)
     if name in TOPOLOGIES:
         checked = _checked_options(name, TOPOLOGIES[name], options)
         made = TOPOLOGIES[name](n_workers, seed, **checked)

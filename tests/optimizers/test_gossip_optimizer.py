@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import networkx as nx
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -535,6 +537,42 @@ def test_alone_with_a_scaler_it_is_the_wrapped_optimizer_to_the_bit() -> None:
             scaler.update()
     assert not torch.equal(numbers(reference), numbers(mlp()))
     assert torch.equal(numbers(model), numbers(reference))
+
+
+@pytest.mark.slow  # imports of Lightning
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+def test_alone_in_lightning_with_clipping_it_is_the_wrapped_optimizer(precision: Any) -> None:
+    """Gradients are unscaled in the hook, and clipped."""
+    lightning = pytest.importorskip("lightning")
+    precisions = pytest.importorskip("lightning.pytorch.plugins.precision")
+
+    class Module(lightning.LightningModule):  # type: ignore[name-defined]
+        def __init__(self, wraps: bool):
+            super().__init__()
+            self.model: Any = mlp()
+            self.wraps, self.seen = wraps, list[Tensor]()
+
+        def training_step(self, batch: Any, t: int) -> Tensor:
+            return loss(self.model, 0, t)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            local = OPTIMIZERS["momentum"](self.model)
+            return GossipOptimizer(local, "dpsgd", processes=ALONE) if self.wraps else local
+
+        def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+            self.seen.append(self.model[0].weight.grad.norm())
+
+    found = []
+    for wraps in (False, True):
+        scaler = torch.amp.GradScaler("cpu") if precision == "16-mixed" else None
+        mixed = precisions.MixedPrecision(precision, "cpu", scaler=scaler)
+        quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
+        options = {"accelerator": "cpu", "devices": 1, "plugins": [mixed], **quiet}
+        module = Module(wraps)
+        lightning.Trainer(max_steps=3, gradient_clip_val=0.1, **options).fit(module, range(3))
+        found.append(torch.cat([torch.stack(module.seen), numbers(module.model)]))
+    assert torch.equal(*found)
 
 
 def test_alone_closures_are_the_wrapped_optimizers() -> None:
@@ -1096,3 +1134,37 @@ def test_added_groups_of_equal_shapes_draw_different_directions() -> None:
     first, second, third = map(numbers, layers)
     for one, other in ((first, second), (first, third), (second, third)):
         assert (one - other).abs().max() > 1e-3
+
+
+NUMPY: dict[str, Callable[[Any], Any]] = {
+    "rank": lambda i: wrapped(OPTIMIZERS["sgd"], "power-gossip", rank=i, processes=ALONE),
+    "seed": lambda i: wrapped(OPTIMIZERS["sgd"], "dpsgd", seed=i, processes=ALONE),
+    "rate": lambda i: wrapped(OPTIMIZERS["sgd"], "dpsgd", diffusion_rate=i / 4, processes=ALONE),
+    "local_steps": lambda i: wrapped(OPTIMIZERS["sgd"], "dpsgd", local_steps=i, processes=ALONE),
+    "degree": lambda i: topologies.make("random-regular", 6, options={"degree": i}),
+}
+
+
+@pytest.mark.parametrize("name", NUMPY)
+def test_numbers_of_numpy_are_numbers(name: str) -> None:
+    for two in (np.int64(2), np.uint8(2)):
+        made, expected = NUMPY[name](two), NUMPY[name](2)
+        if isinstance(made, tuple):
+            states = [str(optimizer.state_dict()) for _, optimizer in (made, expected)]
+            assert states[0] == states[1]
+
+
+@pytest.mark.parallel([4])
+def test_topologies_are_also_objects_and_paths(tmp_path: Path) -> None:
+    file = tmp_path / "ring.edgelist"
+    file.write_text("0 1\n1 2\n2 3\n3 0\n")
+    found = []
+    for topology in ("ring", nx.cycle_graph(4), topologies.make("ring", 4), file):
+        model, optimizer = wrapped(OPTIMIZERS["sgd"], "dpsgd", topology=topology)
+        run(model, optimizer, range(2))
+        found.append(everywhere(model))
+        optimizer.load_state_dict(optimizer.state_dict())
+    for x in found:
+        torch.testing.assert_close(x, found[0])
+    with pytest.raises(BadInput, match="it has 5 workers, the run has 4"):
+        wrapped(OPTIMIZERS["sgd"], "dpsgd", topology=nx.cycle_graph(5))

@@ -135,6 +135,43 @@ def gossip_of(model: nn.Module, group: Any, **options: Any) -> GossipOptimizer:
     return GossipOptimizer(local, "power-gossip", process_group=group, **options)
 
 
+def model_and_step(name: str, group: Any) -> tuple[nn.Module, Callable[[], object]]:
+    """Those of a loop in LOOPS, of gossip with "overlapping" or "learning", or of a "hook"."""
+    model: nn.Module = mlp()
+    if name in LOOPS:
+        return model, LOOPS[name](model, group)[1]
+    if name == "hook":
+        model, optimizer, _ = hooked(process_group=group)
+        return model, optimizer.step
+    options = {"learning": {"learning": "gradient-tracking"}}.get(name, {"overlapping": True})
+    return model, gossip_of(model, group, **options).step
+
+
+@pytest.mark.parallel([2])
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "name", ["gossip", *(pytest.param(n, marks=pytest.mark.slow) for n in [*LOOPS, "overlapping"])]
+)
+def test_a_compiled_training_step_is_the_same(name: str) -> None:
+    """Communication is not compiled."""
+    found = []
+    for compiled in (False, True):
+        torch.compiler.reset()
+        model, step = model_and_step(name, processes())
+
+        def train(
+            inputs: Tensor, model: nn.Module = model, step: Callable[[], object] = step
+        ) -> None:
+            model(inputs).square().mean().backward()
+            step()
+
+        run_step = torch.compile(train, backend="eager") if compiled else train
+        for t in range(3):
+            run_step(torch.full((2, 6), 1.0 + processes().rank + t))
+        found.append(everywhere(model))
+    assert torch.equal(*found)
+
+
 @pytest.mark.parallel([2])
 @pytest.mark.parametrize("name", [*LOOPS, "overlapping", "learning", "hook"])
 def test_a_loop_that_is_over_is_freed(name: str) -> None:
@@ -142,17 +179,7 @@ def test_a_loop_that_is_over_is_freed(name: str) -> None:
     group = MPI.COMM_WORLD.Dup()  # whose first optimizer has the barrier at exit
 
     def train() -> list[weakref.ref[nn.Parameter]]:
-        model: nn.Module = mlp()
-        if name in LOOPS:
-            _, step = LOOPS[name](model, group)
-        elif name == "hook":
-            model, optimizer, _ = hooked(process_group=group)
-            step = optimizer.step
-        else:
-            options = {"learning": {"learning": "gradient-tracking"}}.get(
-                name, {"overlapping": True}
-            )
-            step = gossip_of(model, group, **options).step
+        model, step = model_and_step(name, group)
         for t in range(2):
             loss(model, processes().rank, t).backward()
             step()

@@ -85,7 +85,7 @@ class DGCConfig:
             ("seed", 0),
         ):
             value = getattr(self, name)
-            ok = isinstance(value, int) and value >= least
+            ok = isinstance(checks.plain(value), int) and value >= least
             require(name, ok, f"an integer, {least} or more")
         if self.warmup_coeff is not None:
             self._check_warmup_coeff()
