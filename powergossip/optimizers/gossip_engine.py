@@ -29,9 +29,10 @@ from powergossip.optimizers.precision import HALF, Rounding, message_dtype_of, w
 from powergossip.optimizers.sharded_parameters import (
     Sharding,
     block,
+    copy_all,
     memory,
     reshard_modules,
-    write,
+    shaped_like,
 )
 from powergossip.optimizers.specification import Specification
 from powergossip.parameters import PRECISIONS, Layout, check_parameters, is_misaligned
@@ -94,14 +95,12 @@ class _Part:
     def load(self) -> None:
         """x ← the parameters that are not in its memory."""
         with torch.no_grad():
-            for parameter, view in self._copied:
-                view.copy_(block(parameter))
+            copy_all((view, block(parameter)) for parameter, view in self._copied)
 
     def store(self) -> None:
         """The parameters that are not in the memory of x ← x, rounded to their dtype."""
         with torch.no_grad():
-            for parameter, view in self._copied:
-                write(view, parameter)
+            copy_all((memory(p), memory(shaped_like(view, p))) for p, view in self._copied)
 
     def start(self) -> Conversation | None:
         """The messages of the learning rule before the local update."""

@@ -250,20 +250,17 @@ def optimizer_step(
     parameters, gradients = aggregator.collect(optimizer)
     if not gradients:
         return
-    means = None
-    if scaler is None or not scaler.is_enabled() or _all_finite(aggregator.processes, gradients):
-        means = aggregator.mean_of(parameters, gradients)
+    left_out = False
+    if scaler is not None and scaler.is_enabled():
+        finite = all(bool(gradient.isfinite().all()) for gradient in gradients)
+        left_out = not all(aggregator.processes.everywhere(finite))
+    means = None if left_out else aggregator.mean_of(parameters, gradients)
     try:
         if means is not None:
             torch._foreach_copy_(gradients, means)
             optimizer.step()
     finally:
         torch._foreach_zero_(gradients)
-
-
-def _all_finite(processes: Processes, gradients: Tensors) -> bool:
-    """Whether these gradients are finite in all processes."""
-    return all(processes.everywhere(all(bool(g.isfinite().all()) for g in gradients)))
 
 
 class CompressedMean(Traffic, Aggregator):

@@ -51,10 +51,11 @@ class GossipModelAverager(ModelAverager):
 
     This is post-local SGD with an averaging algorithm G in place of the mean over all workers.
 
-    All processes call `average_parameters` equally often, with the same parameters. Its first step
-    of gossip decides on the parameters: all that require a gradient, where torch's averager takes
-    those that have one. Parameters that are added to the optimizer later are averaged from then on,
-    with a state of their own. Parameters stay in their memory.
+    All processes call `average_parameters` equally often, with the same parameters, which they
+    compare if they are not those of the last step. Its first step of gossip decides on the
+    parameters: all that require a gradient, where torch's averager takes those that have one.
+    Parameters that are added to the optimizer later are averaged from then on, with a state of
+    their own. Parameters stay in their memory.
 
     Workers start from their own values, as with torch's averager: give them equal ones, by the same
     seed or by DDP. GradScaler skips steps in single processes, and so does not fit; GossipOptimizer

@@ -21,7 +21,7 @@ sent.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -102,19 +102,42 @@ class AllReduce(Aggregator):
         return 0 if self.network is None else int(self.network.bits[0])
 
 
-class _LowRank(CompressedMean):
-    """The common part of PowerSGD and BasicPowerSGD."""
+class PowerSGD(CompressedMean):
+    """The approximate mean of the gradients of these parameters over all processes.
+
+    The error is kept in `flat`, in float32 for gradients in half precision.
+
+    Args:
+        params: Tensors or (name, tensor) pairs, in an order that all processes share. All workers
+            start from the parameters of process 0. Frozen parameters (requires_grad=False) are
+            neither changed nor sent.
+        network: A network with one worker per process, by default that of the process group.
+        process_group: A group of torch.distributed, an mpi4py communicator, a `Processes`, or None
+            for all processes of the run.
+        message_dtype: "float32", or "parameter", with which messages about parameters in bfloat16
+            or float16 have half the bits. Their rounding errors are not in the error that is fed
+            back.
+        mesh: The dimension of a DeviceMesh along which replicas differ, such as mesh["replica"],
+            for parameters that are sharded along another one. Each shard compresses its blocks.
+
+    Attributes:
+        flat: The parameters, the error and the mean as `Gradients`.
+
+    Raises:
+        ValueError: In all processes, for parameters that are not dense floating-point tensors.
+    """
+
+    _vectors_are_matrices: ClassVar[bool] = False
 
     def __init__(
         self,
         params: Params,
         config: PowerSGDConfig,
-        network: Network | None,
-        process_group: Any,
-        message_dtype: str,
-        mesh: Any,
+        network: Network | None = None,
         *,
-        vectors_are_matrices: bool = False,
+        process_group: Any = None,
+        message_dtype: str = "float32",
+        mesh: Any = None,
     ):
         checks.one_of("message_dtype", message_dtype, MESSAGE_DTYPES)
         flat = Gradients(
@@ -123,9 +146,10 @@ class _LowRank(CompressedMean):
             process_group=process_group,
             mesh=mesh,
             dtypes=FLOATING_POINT,
-            vectors_are_matrices=vectors_are_matrices,
+            vectors_are_matrices=self._vectors_are_matrices,
         )
         super().__init__(flat)
+        self.config = config
         dtype = self.flat.message_dtype(message_dtype)
         self._rounding = None if dtype is None else Rounding(dtype)
         self._aggregation = Aggregation(self.network, self.flat.layout, config, self.flat.dtype)
@@ -134,6 +158,14 @@ class _LowRank(CompressedMean):
     def step_counter(self) -> int:
         """The number of calls of `aggregate`."""
         return self._aggregation.steps
+
+    @property
+    def is_compressed_mask(self) -> list[bool]:
+        """Whether each parameter is compressed."""
+        return [
+            len(shape) >= 2 and self.config.compresses(*matrix_shape(shape))
+            for shape in self.flat.layout.shapes
+        ]
 
     @property
     def uncompressed_num_floats(self) -> int:
@@ -199,53 +231,6 @@ class _LowRank(CompressedMean):
         error.copy_(state["error"])
 
 
-class PowerSGD(_LowRank):
-    """The approximate mean of the gradients of these parameters over all processes.
-
-    The error is kept in `flat`, in float32 for gradients in half precision.
-
-    Args:
-        params: Tensors or (name, tensor) pairs, in an order that all processes share. All workers
-            start from the parameters of process 0. Frozen parameters (requires_grad=False) are
-            neither changed nor sent.
-        network: A network with one worker per process, by default that of the process group.
-        process_group: A group of torch.distributed, an mpi4py communicator, a `Processes`, or None
-            for all processes of the run.
-        message_dtype: "float32", or "parameter", with which messages about parameters in bfloat16
-            or float16 have half the bits. Their rounding errors are not in the error that is fed
-            back.
-        mesh: The dimension of a DeviceMesh along which replicas differ, such as mesh["replica"],
-            for parameters that are sharded along another one. Each shard compresses its blocks.
-
-    Attributes:
-        flat: The parameters, the error and the mean as `Gradients`.
-
-    Raises:
-        ValueError: In all processes, for parameters that are not dense floating-point tensors.
-    """
-
-    def __init__(
-        self,
-        params: Params,
-        config: PowerSGDConfig,
-        network: Network | None = None,
-        *,
-        process_group: Any = None,
-        message_dtype: str = "float32",
-        mesh: Any = None,
-    ):
-        self.config = config
-        super().__init__(params, config, network, process_group, message_dtype, mesh)
-
-    @property
-    def is_compressed_mask(self) -> list[bool]:
-        """Whether each parameter is compressed."""
-        return [
-            len(shape) >= 2 and self.config.compresses(*matrix_shape(shape))
-            for shape in self.flat.layout.shapes
-        ]
-
-
 @dataclass(frozen=True)
 class BasicConfig:
     """Options of `BasicPowerSGD`.
@@ -259,36 +244,17 @@ class BasicConfig:
     num_iters_per_step: int = 1
 
 
-class BasicPowerSGD(_LowRank):
+class BasicPowerSGD(PowerSGD):
     """PowerSGD that compresses all parameters from the first step on, whatever the gain.
 
-    A vector is a matrix with one column. The other parameters are those of `PowerSGD`, and
-    ValueError is raised for the same reasons.
+    A vector is a matrix with one column. The other parameters, `options`, are those of `PowerSGD`,
+    and ValueError is raised for the same reasons.
     """
 
+    _vectors_are_matrices = True
+
     def __init__(
-        self,
-        params: Params,
-        config: BasicConfig,
-        network: Network | None = None,
-        *,
-        process_group: Any = None,
-        message_dtype: str = "float32",
-        mesh: Any = None,
+        self, params: Params, config: BasicConfig, network: Network | None = None, **options: Any
     ):
-        self.config = config
-        everything = PowerSGDConfig(
-            config.rank,
-            min_compression_rate=0.0,
-            num_iters_per_step=config.num_iters_per_step,
-            start_compressing_after_num_steps=0,
-        )
-        super().__init__(
-            params,
-            everything,
-            network,
-            process_group,
-            message_dtype,
-            mesh,
-            vectors_are_matrices=True,
-        )
+        everything = PowerSGDConfig(config.rank, 0.0, config.num_iters_per_step, 0)
+        super().__init__(params, everything, network, **options)

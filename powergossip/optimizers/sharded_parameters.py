@@ -9,7 +9,7 @@ torch, and most programs have no sharded parameters.
 
 import gc
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -54,12 +54,12 @@ def is_divided(tensor: Tensor) -> bool:
     return is_distributed(tensor) and tensor.placements == _divided()
 
 
-@torch.no_grad()
 def block(tensor: Tensor) -> Tensor:
     """This process' block of rows of a tensor, to be read."""
     if not is_distributed(tensor):
         return tensor
-    return tensor.redistribute(placements=_divided()).to_local()
+    with torch.no_grad():
+        return tensor.redistribute(placements=_divided()).to_local()
 
 
 def shaped_like(own: Tensor, parameter: Tensor) -> Tensor:
@@ -79,9 +79,11 @@ def shaped_like(own: Tensor, parameter: Tensor) -> Tensor:
     return divided.redistribute(placements=parameter.placements)
 
 
-def write(own: Tensor, parameter: Tensor) -> None:
-    """A parameter ← the tensor of which this process has a block."""
-    memory(parameter).copy_(memory(shaped_like(own, parameter)))
+def copy_all(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Copy to the first tensor of each pair, in one call."""
+    listed = list(pairs)
+    if listed:
+        torch._foreach_copy_([pair[0] for pair in listed], [pair[1] for pair in listed])
 
 
 class Sharding:

@@ -90,6 +90,35 @@ def test_steps_of_gossip_are_those_of_torchs_averager() -> None:
 
 
 @pytest.mark.parallel([4])
+def test_a_step_with_the_same_parameters_has_no_collectives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Only the messages of the averaging algorithm. Other parameters are compared everywhere."""
+    model, optimizer, averager = averaged(method="dpsgd")
+    run(model, optimizer, range(2))
+    calls: list[str] = []
+    kind = type(processes())
+
+    def count(name: str, call: Any) -> None:
+        def counted(*given: Any) -> Any:
+            calls.append(name)
+            return call(*given)
+
+        monkeypatch.setattr(kind, name, counted)
+
+    for name in ("gather", "gather_arrays", "broadcast_array", "checked_barrier"):
+        count(name, getattr(kind, name))
+    before = averager.bits
+    run(model, optimizer, range(2, 4))
+    assert calls == []
+    assert averager.bits == 2 * before
+    next(model.parameters()).requires_grad_(False)
+    with pytest.raises(BadInput, match="5 of the 6 parameters"):
+        averager.average_parameters(optimizer.param_groups)
+    assert calls == ["checked_barrier", "gather"]
+
+
+@pytest.mark.parallel([4])
 @pytest.mark.parametrize("at", [1, 5])
 def test_a_restored_averager_is_the_same_to_the_bit(at: int, tmp_path: Path) -> None:
     """Also from a state of the warm-up, before it has seen the parameters."""
