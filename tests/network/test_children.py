@@ -84,7 +84,7 @@ def main():
         optimizer = GossipOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), averaging)
         backward()
         optimizer.step()
-    powersgd = PowerSGD(model.named_parameters(), Config(start_compressing_after_num_steps=0))
+    powersgd = PowerSGD(model.named_parameters(), Config(rank=1, start_compressing_after_num_steps=0))
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):
         backward()
