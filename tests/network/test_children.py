@@ -84,7 +84,8 @@ def main():
         optimizer = GossipOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), averaging)
         backward()
         optimizer.step()
-    powersgd = PowerSGD(model.named_parameters(), Config(rank=1, start_compressing_after_num_steps=0))
+    config = Config(rank=1, start_compressing_after_num_steps=0)
+    powersgd = PowerSGD(model.named_parameters(), config)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):
         backward()
