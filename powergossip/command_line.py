@@ -80,11 +80,10 @@ def run(main: Callable[[Sequence[str]], None], prints: bool = True) -> None:
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
-    except BrokenPipeError:  # `| head`
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     except OSError as error:
         if error.filename is not None:
             raise
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-        print(f"error: the standard output: {error.strerror}", file=sys.stderr)
-        sys.exit(2)
+        if not isinstance(error, BrokenPipeError):  # `| head`
+            print(f"error: the standard output: {error.strerror}", file=sys.stderr)
+            sys.exit(2)

@@ -104,24 +104,23 @@ class MPIProcesses(Processes):
         others = [process for process in range(self.size) if process != self.rank]
         sends = [communicator.Isend(token, process, TOKEN) for process in others]
         start = time.monotonic()
-        standstill.begin(self.rank, others)
         seen: dict[
             int, float
         ] = {}  # process → time at which a message without token was first seen
-        while others:
-            for process in list(others):
-                if communicator.Iprobe(process, TOKEN, status):
-                    theirs = np.empty_like(token)
-                    communicator.Recv(theirs, process, TOKEN)
-                    others.remove(process)
-                    check(process, theirs)
-                elif communicator.Iprobe(process, MPI.ANY_TAG, status) and status.tag != TOKEN:
-                    now = time.monotonic()
-                    if now - seen.setdefault(process, now) >= patience:
-                        ahead(process)
-            time.sleep(0.0 if time.monotonic() - start < 0.1 else 0.005)
+        with standstill.waiting(self.rank, others):
+            while others:
+                for process in list(others):
+                    if communicator.Iprobe(process, TOKEN, status):
+                        theirs = np.empty_like(token)
+                        communicator.Recv(theirs, process, TOKEN)
+                        others.remove(process)
+                        check(process, theirs)
+                    elif communicator.Iprobe(process, MPI.ANY_TAG, status) and status.tag != TOKEN:
+                        now = time.monotonic()
+                        if now - seen.setdefault(process, now) >= patience:
+                            ahead(process)
+                time.sleep(0.0 if time.monotonic() - start < 0.1 else 0.005)
         MPI.Request.Waitall(sends)
-        standstill.end()
 
     def finalize(self) -> None:
         from mpi4py import MPI
@@ -189,16 +188,13 @@ def _wait_all(oversubscribed: bool, own: int) -> _WaitAll:
     def wait(requests: list[Any], others: Iterable[int]) -> None:
         if test_all(requests):
             return
-        standstill.begin(own, others)
-        try:
+        with standstill.waiting(own, others):
             if not oversubscribed:
                 wait_all(requests)
                 return
             os.sched_yield()
             while not test_all(requests):
                 time.sleep(_POLL_INTERVAL)
-        finally:
-            standstill.end()
 
     return wait
 

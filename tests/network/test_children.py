@@ -61,7 +61,7 @@ def test_children_have_the_rank_and_cannot_communicate(
         cwd=tmp_path,
         fresh=True,
         variables=path,
-        timeout=90,
+        timeout=180,
     )
     assert ended.returncode == 0, ended.stderr
     for rank, rows in enumerate(json.loads(ended.stdout)):

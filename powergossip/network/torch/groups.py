@@ -12,9 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from powergossip import launcher
 from powergossip.errors import BadInput
-from powergossip.network import standstill
 from powergossip.network.processes import Processes
 
 _START = timedelta(minutes=10)  # in which all processes must have started
@@ -25,15 +23,12 @@ def start_group(backend: str = "gloo", **options: Any) -> dist.ProcessGroup:
     """Make the default group, see torch.distributed.init_process_group, and destroy it at exit."""
     global _made
     ours = sys.excepthook
-    rank, size = (options.get(k) or os.environ.get(k.upper(), 0) for k in ("rank", "world_size"))
     try:
-        with standstill.waiting(int(rank), range(int(size))):
-            dist.init_process_group(backend, timeout=_START, **options)
+        dist.init_process_group(backend, timeout=_START, **options)
     except dist.DistError as error:
         reason = str(error).partition("\n")[0]
-        place = ", ".join(f"{k}={os.environ[k]}" for k in launcher.RENDEZVOUS if k in os.environ)
         raise BadInput(
-            f"{place or 'rendezvous'}: {reason}; use a port that is free, the same for all processes"
+            f"no connection ({reason}); use another MASTER_PORT, in all processes"
         ) from error
     # PyTorch's excepthook would capture the output of ours until ours returns. It never returns: it
     # ends all processes, and the reason would be lost.
