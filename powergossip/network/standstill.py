@@ -13,7 +13,7 @@ _now: "waiting | None" = None
 _thread: threading.Thread | None = None  # looks now and then whether the wait is the same
 
 
-class waiting:  # noqa: N801 a context manager
+class waiting:
     """A block in which process `own` waits for messages of others."""
 
     def __init__(self, own: int, others: Iterable[int]):
