@@ -201,8 +201,9 @@ def exit_at_once(code: int) -> NoReturn:
 
 
 def _flush() -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
 
 
 _YAML = {"None": "null", "True": "true", "False": "false"}

@@ -9,6 +9,16 @@ def counted(number: int, noun: str, plural: str = "") -> str:
     return f"{number} {noun if number == 1 else plural or noun + 's'}"
 
 
+def listed(indices: Sequence[int]) -> str:
+    """Ascending indices as text: 0, 2-5."""
+    texts, first = [], 0
+    for k, index in enumerate(indices):
+        if k + 1 == len(indices) or indices[k + 1] != index + 1:
+            texts.append(f"{indices[first]}-{index}" if first < k else str(index))
+            first = k + 1
+    return ", ".join(texts)
+
+
 def decimals(number: float, digits: int) -> int:
     """Return the number of decimals that show so many significant digits."""
     exponent = int(f"{number:.{digits - 1}e}".partition("e")[2])  # of the rounded number

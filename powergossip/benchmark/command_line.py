@@ -50,9 +50,9 @@ def main(arguments: Sequence[str]) -> None:
     carry_out = {"list": _list, "run": _run, "show": _show, "check": _check}[options.command]
     try:
         carry_out(options)
-    except BrokenPipeError:  # `| head`
-        sys.stdout = None
     except OSError as error:
+        if error.filename is None:  # of the standard output
+            raise
         raise BadInput(reason(error)) from error
 
 

@@ -1,5 +1,6 @@
 """The launcher of a run, and the connection of its processes."""
 
+import multiprocessing
 import os
 import sys
 from pathlib import Path
@@ -51,7 +52,7 @@ def processes(
         exits.connect(_found)
         _found.set_threads()
         if _found.size > 1:
-            launcher.connected()
+            launcher.mark_connected(_found.rank, _found.size, _found.local_rank, _found.local_size)
             exits.end_together(_found)
             kernels.agree(_found)
     elif backend != "auto" and _found.size > 1 and (backend == "mpi") != _found.is_mpi:
@@ -140,8 +141,8 @@ def processes_of_replicas(group: dist.ProcessGroup, shards: dist.ProcessGroup) -
 def _find(backend: str, file: str | None, rank: int, size: int) -> Processes:
     if backend not in BACKENDS:
         raise BadInput(f"distributed_backend={backend}: use {', '.join(BACKENDS)}")
-    if launcher.is_inherited() and not dist.is_initialized():
-        return ChildProcess()
+    if (place := launcher.place_of_parent()) and not dist.is_initialized():
+        return ChildProcess(*place)
     torchrun = launcher.TORCHRUN in os.environ
     found: Processes | None
     if backend in ("gloo", "nccl"):
@@ -166,6 +167,10 @@ def _by_mpi(backend: str) -> Processes | None:
     """
     if "mpi4py.MPI" not in sys.modules and not any(name in os.environ for name in launcher.MPI):
         return None
+    if multiprocessing.parent_process() is not None and "mpi4py.MPI" not in sys.modules:
+        raise BadInput(
+            "processes() in a child, which MPI does not know: call it before in the parent"
+        )
     from powergossip.network import mpi
 
     found = mpi.world()

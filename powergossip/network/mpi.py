@@ -4,13 +4,14 @@ import ctypes
 import os
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from powergossip.network import standstill
 from powergossip.network.processes import (
     TOKEN,
     Pieces,
@@ -41,11 +42,11 @@ class MPIProcesses(Processes):
         all_cores = set().union(*host.allgather(own))
         host.Free()
         self.threads = max(1, min(len(own), len(all_cores) // self.local_size))
-        self._wait_all = _wait_all(self.local_size > len(all_cores))
+        self._wait_all = _wait_all(self.local_size > len(all_cores), self.rank)
 
     def _gather_all(self) -> None:
         """Wait until all processes are here, before an operation in which MPI would spin."""
-        self._wait_all([self.communicator.Ibarrier()])
+        self._wait_all([self.communicator.Ibarrier()], range(self.size))
 
     def gather(self, value: T) -> list[T]:
         self._gather_all()
@@ -78,7 +79,7 @@ class MPIProcesses(Processes):
         request = self.communicator.Iallreduce(*buffers, MPI.MAX)
 
         def wait() -> np.ndarray:
-            self._wait_all([request])
+            self._wait_all([request], range(self.size))
             return buffers[1]
 
         return wait
@@ -106,18 +107,19 @@ class MPIProcesses(Processes):
         seen: dict[
             int, float
         ] = {}  # process → time at which a message without token was first seen
-        while others:
-            for process in list(others):
-                if communicator.Iprobe(process, TOKEN, status):
-                    theirs = np.empty_like(token)
-                    communicator.Recv(theirs, process, TOKEN)
-                    others.remove(process)
-                    check(process, theirs)
-                elif communicator.Iprobe(process, MPI.ANY_TAG, status) and status.tag != TOKEN:
-                    now = time.monotonic()
-                    if now - seen.setdefault(process, now) >= patience:
-                        ahead(process)
-            time.sleep(0.0 if time.monotonic() - start < 0.1 else 0.005)
+        with standstill.waiting(self.rank, others):
+            while others:
+                for process in list(others):
+                    if communicator.Iprobe(process, TOKEN, status):
+                        theirs = np.empty_like(token)
+                        communicator.Recv(theirs, process, TOKEN)
+                        others.remove(process)
+                        check(process, theirs)
+                    elif communicator.Iprobe(process, MPI.ANY_TAG, status) and status.tag != TOKEN:
+                        now = time.monotonic()
+                        if now - seen.setdefault(process, now) >= patience:
+                            ahead(process)
+                time.sleep(0.0 if time.monotonic() - start < 0.1 else 0.005)
         MPI.Request.Waitall(sends)
 
     def finalize(self) -> None:
@@ -168,12 +170,12 @@ class MPIChannel:
 
 # Memory for, or from, other processes: (rank, buffer).
 _Buffers = list[tuple[int, Any]]
-_WaitAll = Callable[[list[Any]], object]  # returns when requests are complete
+_WaitAll = Callable[[list[Any], Iterable[int]], object]  # requests, and processes that have them
 
 _POLL_INTERVAL = 20e-6  # seconds
 
 
-def _wait_all(oversubscribed: bool) -> _WaitAll:
+def _wait_all(oversubscribed: bool, own: int) -> _WaitAll:
     """MPI's Waitall. Where processes outnumber cores, one that sleeps.
 
     MPI polls, and a process that polls takes the core from one that computes. That MPI yields
@@ -181,16 +183,18 @@ def _wait_all(oversubscribed: bool) -> _WaitAll:
     """
     from mpi4py import MPI
 
-    if not oversubscribed:
-        return MPI.Request.Waitall
-    test_all = MPI.Request.Testall
+    test_all, wait_all = MPI.Request.Testall, MPI.Request.Waitall
 
-    def wait(requests: list[Any]) -> None:
+    def wait(requests: list[Any], others: Iterable[int]) -> None:
         if test_all(requests):
             return
-        os.sched_yield()
-        while not test_all(requests):
-            time.sleep(_POLL_INTERVAL)
+        with standstill.waiting(own, others):
+            if not oversubscribed:
+                wait_all(requests)
+                return
+            os.sched_yield()
+            while not test_all(requests):
+                time.sleep(_POLL_INTERVAL)
 
     return wait
 
@@ -209,6 +213,7 @@ class _Persistent:
         from mpi4py import MPI
 
         self._start_all, self._wait_all = MPI.Prequest.Startall, wait_all
+        self._others = {process for process, _ in (*incoming, *outgoing)}
         self._test_all = MPI.Request.Testall
         receive, send = communicator.Recv_init, communicator.Send_init
         self._requests = [
@@ -225,7 +230,7 @@ class _Persistent:
         return bool(self._test_all(self._requests))
 
     def wait(self) -> None:
-        self._wait_all(self._requests)
+        self._wait_all(self._requests, self._others)
 
 
 def _free(requests: list[Any]) -> None:
@@ -252,6 +257,7 @@ class _Immediate:
         self._byte = MPI.BYTE
         self._communicator, self._tag = communicator, tag
         self._incoming, self._outgoing = incoming, outgoing
+        self._others = {process for process, _ in (*incoming, *outgoing)}
 
     def start(self) -> None:
         byte, tag = self._byte, self._tag
@@ -265,7 +271,7 @@ class _Immediate:
         return bool(self._test_all(self._requests))
 
     def wait(self) -> None:
-        self._wait_all(self._requests)
+        self._wait_all(self._requests, self._others)
 
 
 class _AllReduce:

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from powergossip import launcher
 from powergossip.errors import BadInput, reason
 
 T = TypeVar("T")
@@ -265,9 +264,9 @@ class Processes:
 class ChildProcess(Processes):
     """A child of one of several processes, with its rank and size, and without a connection."""
 
-    def __init__(self) -> None:
+    def __init__(self, *place: int):
         super().__init__()
-        self.rank, self.size, self.local_rank, self.local_size = launcher.place()
+        self.rank, self.size, self.local_rank, self.local_size = place
 
     def _reject(self, *_: Any, **__: Any) -> NoReturn:
         raise BadInput(

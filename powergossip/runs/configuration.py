@@ -35,7 +35,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from powergossip import __version__, errors, exits, launcher, presets, reading
+from powergossip import __version__, command_line, errors, exits, launcher, presets, reading
 from powergossip.errors import BadInput
 from powergossip.runs import metrics
 from powergossip.runs.files import CHECKPOINTS, CONFIG_FILE, DATED, INDEX
@@ -544,6 +544,7 @@ def run_entry_point(main: Callable[[list[str]], object]) -> None:
     The code is 2 for BadInput and 130 for Ctrl-C. Stopped has its own, for a signal 128 + its
     number.
     """
+    command_line.keep_streams()
     try:
         main(sys.argv[1:])
     except (BadInput, errors.Stopped) as error:

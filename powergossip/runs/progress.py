@@ -4,11 +4,13 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any, TextIO
 
 from tqdm import tqdm
 
 INTERVAL = 30.0  # seconds between the lines in a log file
 _LAUNCHERS = ("mpiexec", "mpirun", "orterun", "prterun")
+_bars: list["tqdm[Any]"] = []  # that are shown
 
 
 class Progress:
@@ -25,15 +27,18 @@ class Progress:
         self._total, self._done = total, initial
         self._initial, self._tokens = initial, tokens
         self._note = ""
-        self._lines = shown and not on_terminal()
+        self._terminal = terminal() if shown else None
+        self._lines = shown and self._terminal is None
         self._bar = tqdm(
             total=total,
             initial=initial,
-            disable=not shown or self._lines,
+            file=self._terminal,
+            disable=self._terminal is None,
             unit="step",
             mininterval=0.5,
             smoothing=0,
         )
+        _bars.append(self._bar)
         self._start = self._last_line = time.monotonic()
 
     def __enter__(self) -> "Progress":
@@ -41,6 +46,9 @@ class Progress:
 
     def __exit__(self, *_: object) -> None:
         self._bar.close()
+        _bars.remove(self._bar)
+        if self._terminal is not None and self._terminal is not sys.stderr:
+            self._terminal.close()
 
     def advance_to(self, steps: int) -> None:
         """Show that this number of steps is done."""
@@ -71,18 +79,22 @@ class Progress:
 
     @staticmethod
     def write(line: str) -> None:
-        """Print a line to the standard output, above the bar."""
-        tqdm.write(line)
+        """Print a line to the standard output, above the bar, which the next step shows again."""
+        for bar in list(_bars):
+            bar.clear()
+        print(line, flush=True)
 
 
-def on_terminal() -> bool:
-    """Return whether the standard error is a terminal, or that of mpirun, which forwards it."""
+def terminal() -> TextIO | None:
+    """The terminal of the standard error: its own, or mpirun's, which forwards it line by line."""
     if sys.stderr.isatty():
-        return True
+        return sys.stderr
     parent = Path("/proc") / str(os.getppid())
     try:
-        if (parent / "comm").read_text().strip() not in _LAUNCHERS:
-            return False
-        return str((parent / "fd" / "2").readlink()).startswith(("/dev/pts/", "/dev/tty"))
-    except OSError:  # not Linux
-        return False
+        if (parent / "comm").read_text().strip() in _LAUNCHERS:
+            path = (parent / "fd" / "2").readlink()
+            if str(path).startswith(("/dev/pts/", "/dev/tty")):
+                return path.open("w")
+    except OSError:  # not Linux, or no right to write
+        pass
+    return None

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from powergossip.errors import Diverged, Interrupted
+from powergossip.formatting import listed
 from powergossip.network import Processes
 from powergossip.training.live_models import AliveWorkers
 from powergossip.training.measurements import divergence
@@ -172,19 +173,9 @@ def interrupted(number: int, step: int, epoch: int, missing: Sequence[int]) -> I
 def complete_without(missing: Sequence[int], n_workers: int) -> str:
     """The end of a run that has lost workers."""
     present = sorted(set(range(n_workers)) - set(missing))
-    return f"complete with workers {_listed(present)}{_without(missing)}"
+    return f"complete with workers {listed(present)}{_without(missing)}"
 
 
 def _without(missing: Sequence[int]) -> str:
     """The end of a sentence, with the lost workers if there are some."""
-    return f", without workers {_listed(missing)}, which were lost" if missing else ""
-
-
-def _listed(workers: Sequence[int]) -> str:
-    """Ascending indices as text: 0, 2-5."""
-    texts, first = [], 0
-    for k, worker in enumerate(workers):
-        if k + 1 == len(workers) or workers[k + 1] != worker + 1:
-            texts.append(f"{workers[first]}-{worker}" if first < k else str(worker))
-            first = k + 1
-    return ", ".join(texts)
+    return f", without workers {listed(missing)}, which were lost" if missing else ""

@@ -61,7 +61,7 @@ def test_children_have_the_rank_and_cannot_communicate(
         cwd=tmp_path,
         fresh=True,
         variables=path,
-        timeout=90,
+        timeout=180,
     )
     assert ended.returncode == 0, ended.stderr
     for rank, rows in enumerate(json.loads(ended.stdout)):
@@ -84,7 +84,8 @@ def main():
         optimizer = GossipOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), averaging)
         backward()
         optimizer.step()
-    powersgd = PowerSGD(model.named_parameters(), Config(start_compressing_after_num_steps=0))
+    config = Config(rank=1, start_compressing_after_num_steps=0)
+    powersgd = PowerSGD(model.named_parameters(), config)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):
         backward()

@@ -27,6 +27,7 @@ from powergossip.network import (
     choose_device,
     hosted_workers,
     processes,
+    standstill,
     together,
 )
 from powergossip.network.counter import Counter
@@ -613,3 +614,27 @@ def test_counts_are_loaded_from_any_device() -> None:
     other.load_state_dict({name: OnDevice(v) for name, v in counter.state_dict().items()})
     assert (other.bits == [0, 8, 0]).all()
     assert (other.messages == [0, 1, 0]).all()
+
+
+@pytest.mark.parallel(2)
+@pytest.mark.timeout(60)
+def test_a_process_that_waits_long_names_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In messages and in collective operations. Process 1 waits for the line of process 0."""
+    comm, network = processes(), Network(topologies.make("ring", 2))
+    folder = Path(comm.broadcast(tempfile.mkdtemp() if comm.rank == 0 else ""))
+    monkeypatch.setattr(standstill, "INTERVAL", 0.05)
+    monkeypatch.setattr(standstill, "_thread", None)
+
+    def said(line: str, **_: object) -> None:
+        (folder / f"{place}-{line.partition(' for ')[0]}").touch()
+
+    monkeypatch.setattr(standstill, "print", said, raising=False)
+    actions: list[Callable[[], object]] = [
+        lambda: network.mean(torch.ones(1, 3)),
+        lambda: comm.gather_arrays(np.ones(3)),
+        lambda: comm.start_max(np.ones(3))(),
+    ]
+    for place, action in enumerate(actions):
+        while comm.rank == 1 and not list(folder.glob(f"{place}-process 0: no * from process 1")):
+            time.sleep(0.01)
+        action()

@@ -3,8 +3,10 @@
 import io
 import os
 import pty
+import select
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -62,22 +64,39 @@ def test_a_terminal_has_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_the_terminal_of_mpirun_counts(terminal: bool) -> None:
-    """Its processes have a pipe to it."""
-    master, slave = pty.openpty()
-    command = ["mpirun", "-np", "1", sys.executable, "-c", PROGRAM]
-    with launch.one_mpirun_at_a_time():
-        ended = subprocess.run(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=slave if terminal else subprocess.DEVNULL,
-            text=True,
+def test_the_terminal_of_mpirun_has_a_bar_and_a_file_has_none(
+    terminal: bool, tmp_path: Path
+) -> None:
+    """mpirun forwards lines only: the bar appears while the program waits for that."""
+    (tmp_path / "program.py").write_text(PROGRAM)
+    main, other = pty.openpty()
+    with launch.one_mpirun_at_a_time(), (tmp_path / "log").open("w") as log:
+        program = subprocess.Popen(
+            ["mpirun", "-np", "1", sys.executable, "program.py"],
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=other if terminal else log,
+            cwd=tmp_path,
             env={**os.environ, "PYTHONPATH": str(launch.ROOT)},
-            timeout=60,
         )
-    os.close(master)
-    os.close(slave)
-    assert ended.stdout.strip() == str(terminal)
+        shown = b""
+        try:
+            while terminal and b"0/3" not in shown:
+                assert select.select([main], [], [], 60)[0], shown
+                shown += os.read(main, 4096)
+            program.communicate(b"go\n", timeout=60)
+        finally:
+            program.kill()
+    os.close(other)
+    os.close(main)
+    assert (tmp_path / "log").read_text() == "a line\n"
 
 
-PROGRAM = "from powergossip.runs.progress import on_terminal; print(on_terminal())"
+PROGRAM = """
+from powergossip.runs.progress import Progress
+with Progress(3) as bar:
+    bar.update()
+    input()
+    bar.write("a line")
+    bar.update(2)
+"""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from powergossip.errors import Dropped
+from powergossip.network import standstill
 from powergossip.network.processes import Processes
 from powergossip.network.resilient.failure_detector import GROUP, Peers
 from powergossip.network.resilient.messages import Payload, decoded, encoded, octets
@@ -148,19 +149,20 @@ class LiveProcesses(Processes):
         self.calls += 1
         gathering = Consensus(peers.own, value)
         since = time.monotonic()
-        while gathering.members is None:
-            peers.advance()
-            for message in peers.take(GROUP):
-                if message.k >= call:
-                    self._early.setdefault(message.k, []).append(
-                        (message.source, message.i, message.payload)
-                    )
-            for early in self._early.pop(call, ()):
-                gathering.receive(*early)
-            for destination, phase, payload in gathering.advance(peers.alive):
-                peers.send(destination, GROUP, i=phase, k=call, payload=payload)
-            if gathering.members is None:
-                peers.backoff(since)
+        with standstill.waiting(peers.own, peers.alive):
+            while gathering.members is None:
+                peers.advance()
+                for message in peers.take(GROUP):
+                    if message.k >= call:
+                        self._early.setdefault(message.k, []).append(
+                            (message.source, message.i, message.payload)
+                        )
+                for early in self._early.pop(call, ()):
+                    gathering.receive(*early)
+                for destination, phase, payload in gathering.advance(peers.alive):
+                    peers.send(destination, GROUP, i=phase, k=call, payload=payload)
+                if gathering.members is None:
+                    peers.backoff(since)
         if peers.own not in gathering.members:
             raise Dropped(f"the other processes regard process {peers.own} as lost")
         self._set_members(gathering.members)

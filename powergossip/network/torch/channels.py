@@ -18,8 +18,8 @@ tests need no GPU:
 
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from powergossip.errors import PeerLost
+from powergossip.network import standstill
 from powergossip.network.processes import Pieces, Requests, in_parts
 
 
@@ -142,10 +143,11 @@ class GlooMessages:
         return self._outcome.is_known()
 
     def wait(self) -> None:
-        if self._outcome is None:
-            wait_for(self._works)
-        else:
-            self._outcome.wait()
+        with self._gloo.waiting({*self._batch.received_bytes, *self._batch.sent_bytes}):
+            if self._outcome is None:
+                wait_for(self._works)
+            else:
+                self._outcome.wait()
 
 
 class _NCCLBatch:
@@ -195,7 +197,8 @@ class _AllReduce:
         return self._work.is_completed()
 
     def wait(self) -> None:
-        wait_for([self._work])
+        with self._gloo.waiting():
+            wait_for([self._work])
 
 
 def wait_for(works: Sequence[dist.Work]) -> None:
@@ -279,6 +282,11 @@ class GlooGroup:
     def started(self, messages: Octets, tag: int) -> None:
         """Count messages that are about to start."""
         self.steps += tag == 0
+
+    def waiting(self, others: Iterable[int] | None = None) -> AbstractContextManager[None]:
+        """A block that waits for messages of other processes, by default of all."""
+        everybody = range(self.group.size()) if others is None else others
+        return standstill.waiting(self.group.rank(), everybody)
 
     def submit(self, works: Sequence[dist.Work]) -> Outcome:
         """Wait for these in another thread."""

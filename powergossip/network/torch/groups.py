@@ -12,6 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from powergossip.errors import BadInput
 from powergossip.network.processes import Processes
 
 _START = timedelta(minutes=10)  # in which all processes must have started
@@ -22,7 +23,13 @@ def start_group(backend: str = "gloo", **options: Any) -> dist.ProcessGroup:
     """Make the default group, see torch.distributed.init_process_group, and destroy it at exit."""
     global _made
     ours = sys.excepthook
-    dist.init_process_group(backend, timeout=_START, **options)
+    try:
+        dist.init_process_group(backend, timeout=_START, **options)
+    except dist.DistError as error:
+        reason = str(error).partition("\n")[0]
+        raise BadInput(
+            f"no connection ({reason}); use another MASTER_PORT, in all processes"
+        ) from error
     # PyTorch's excepthook would capture the output of ours until ours returns. It never returns: it
     # ends all processes, and the reason would be lost.
     sys.excepthook = ours

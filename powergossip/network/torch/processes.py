@@ -127,13 +127,13 @@ class GroupProcesses(Processes):
         gathered = np.empty((self.size, *array.shape), dtype=array.dtype)
         if array.size:
             outputs = [bytes_of(row) for row in gathered]
-            with connected():
+            with connected(), self.gloo.waiting():
                 self.gloo.group.allgather([outputs], [bytes_of(array.copy())]).wait()
         return gathered
 
     def broadcast_array(self, array: np.ndarray) -> None:
         if array.size:
-            with connected():
+            with connected(), self.gloo.waiting():
                 self.gloo.group.broadcast([bytes_of(array)], dist.BroadcastOptions()).wait()
 
     def start_max(self, values: np.ndarray) -> Callable[[], np.ndarray]:
@@ -143,7 +143,8 @@ class GroupProcesses(Processes):
             work = self.gloo.group.allreduce([maximum], options)
 
         def wait() -> np.ndarray:
-            wait_for([work])
+            with self.gloo.waiting():
+                wait_for([work])
             return maximum.numpy()
 
         return wait
@@ -237,8 +238,9 @@ class GroupProcesses(Processes):
             TOKEN,
         )
         tokens.start()
-        while not tokens.test():
-            time.sleep(0.001)
+        with self.gloo.waiting(others):
+            while not tokens.test():
+                time.sleep(0.001)
         tokens.wait()
         wait_for(notices)
         for process, array in theirs.items():

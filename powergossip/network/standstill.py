@@ -1,0 +1,46 @@
+"""A line on the standard error while a process waits long for another one."""
+
+import sys
+import threading
+import time
+from collections.abc import Iterable
+
+from powergossip.formatting import listed
+
+INTERVAL = 30.0  # seconds until the first line. Each further one takes twice as long
+
+_now: "waiting | None" = None
+_thread: threading.Thread | None = None  # looks now and then whether the wait is the same
+
+
+class waiting:
+    """A block in which process `own` waits for messages of others."""
+
+    def __init__(self, own: int, others: Iterable[int]):
+        self.own, self.others = own, others
+
+    def __enter__(self) -> None:
+        global _now, _thread
+        _now = self
+        if _thread is None:
+            _thread = threading.Thread(target=_watch, daemon=True)
+            _thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        global _now
+        _now = None
+
+
+def _watch() -> None:
+    seen: waiting | None = None
+    since, due = 0.0, INTERVAL
+    while True:
+        time.sleep(INTERVAL / 10)
+        now, seconds = _now, time.monotonic() - since
+        if now is None or now is not seen:
+            seen, since, due = now, time.monotonic(), INTERVAL
+        elif seconds >= due:
+            due *= 2
+            words = listed(sorted(set(now.others) - {now.own}))
+            line = f"process {now.own}: no message from process {words} for {seconds:.0f} s"
+            print(line, file=sys.stderr, flush=True)
