@@ -1,8 +1,10 @@
 """Trees of tensors, such as a `state_dict`: dicts and lists with tensors among the leaves."""
 
+import hashlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 Tree = Any  # dict[str, Tree] | list[Tree] | Tensor | int | float | str | None
@@ -20,3 +22,11 @@ def map_tensors(change: Callable[..., Tensor], tree: Tree, *others: Tree) -> Tre
     if isinstance(tree, (list, tuple)):
         return [map_tensors(change, *trees) for trees in zip(tree, *others, strict=True)]
     return tree
+
+
+def sha256(*tensors: Tensor) -> str:
+    """A hash of the elements of tensors, in hexadecimal digits."""
+    found = hashlib.sha256()
+    for tensor in tensors:
+        found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()

@@ -25,7 +25,6 @@ from powergossip.algorithms import aggregation
 from powergossip.benchmark import data, entries, measuring
 from powergossip.benchmark.tasks import FINAL, OPTION, RESULT, TASKS, BenchmarkTask, Values
 from powergossip.errors import BadInput, Diverged
-from powergossip.hashes import sha256
 from powergossip.network import Network, Processes
 from powergossip.parameters import Layout
 from powergossip.runner.runner import circumstances
@@ -34,6 +33,7 @@ from powergossip.runs.atomic_files import write_atomically
 from powergossip.training import trials
 from powergossip.training.config_checks import checked, shared_keys
 from powergossip.training.methods import check_method
+from powergossip.trees import sha256
 
 DIVERGED = 1e2  # times the error at the start
 ROUNDING = 1e-10  # error, relative to the start, below which matrices agree

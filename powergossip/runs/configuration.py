@@ -45,15 +45,7 @@ if TYPE_CHECKING:
 
 OPTION = "optimizer_"  # of keys of options of methods
 # Keys of a process or its host. All others have one value in a run.
-OF_PROCESS = {
-    "data_dir",
-    "data_processes",
-    "device",
-    "distributed_init_file",
-    "download",
-    "log_verbosity",
-    "rank",
-}
+OF_PROCESS = {"data_dir", "data_processes", "device", "download", "log_verbosity", "rank"}
 
 # An integer for a float, or a tuple for a list, is accepted on purpose.
 warnings.filterwarnings("ignore", message="Implicit conversion from (int to float|tuple to list)")

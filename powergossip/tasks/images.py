@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from powergossip.hashes import sha256
 from powergossip.randomness import generator
 from powergossip.tasks import modules, task_options
 from powergossip.tasks.augmentation import Augmentation
 from powergossip.tasks.models import ARCHITECTURES, INITIALIZATIONS, NORMALIZATIONS, SHORTCUTS
 from powergossip.tasks.shards import NOBODY, Shards, held_out
 from powergossip.tasks.task import FIRST, NAMES, Batch, Split, TaskOptions
+from powergossip.trees import sha256
 
 MODEL_OPTIONS = {
     "normalization": task_options.one_of(NORMALIZATIONS),
@@ -217,13 +217,11 @@ class ImageClassification:
     @property
     def fingerprints(self) -> dict[str, str]:
         """Hashes of the labels, and of the first images if they are in memory."""
-        of_labels = {f"the {NAMES[name]} labels": of for name, of in self._labels.items()}
-        of_images = {
-            f"the first {NAMES[name]} images": reader.request(slice(0, FIRST))()
-            for name, reader in self._readers.items()
-            if not reader.augments
-        }
-        return {part: sha256(of) for part, of in (of_labels | of_images).items()}
+        parts = {f"the {NAMES[split]} labels": of for split, of in self._labels.items()}
+        for split, reader in self._readers.items():
+            if not reader.augments:
+                parts[f"the first {NAMES[split]} images"] = reader.request(slice(0, FIRST))()
+        return {part: sha256(tensor) for part, tensor in parts.items()}
 
     def model(self, architecture: str, seed: int) -> nn.Module:
         """Build a model on the task's device. Its weights depend on architecture and seed only.

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from powergossip.hashes import sha256
 from powergossip.tasks import modules, task_options, texts
 from powergossip.tasks.language_models import (
     ARCHITECTURES,
@@ -25,6 +24,7 @@ from powergossip.tasks.language_models import (
 )
 from powergossip.tasks.shards import bounds, smallest_shard
 from powergossip.tasks.task import NAMES, Batch, Split, Task, TaskOptions
+from powergossip.trees import sha256
 
 MODEL_OPTIONS = {
     "hidden_size": task_options.COUNT,

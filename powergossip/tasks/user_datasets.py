@@ -16,7 +16,6 @@ from torch.utils._pytree import tree_flatten
 from torch.utils.data import IterableDataset, default_collate
 
 from powergossip.errors import BadInput
-from powergossip.hashes import sha256
 from powergossip.randomness import torch_seed
 from powergossip.tasks import modules
 from powergossip.tasks.loading import Loader, Pending, Request, SampleSource, on_device
@@ -25,6 +24,7 @@ from powergossip.tasks.sample_values import as_list, integers, of_samples
 from powergossip.tasks.shards import NOBODY, Shards, held_out
 from powergossip.tasks.task import FIRST, NAMES, MainMetric, Split, TaskOptions
 from powergossip.tasks.user_functions import Named, users_code
+from powergossip.trees import sha256
 
 EVALUATION_BATCHES = 2  # training batches in one of evaluation, which needs no gradients
 _Ahead = deque[tuple[int, Pending]]  # step, its batch

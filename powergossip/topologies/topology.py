@@ -202,16 +202,13 @@ class Topology:
 
     @cached_property
     def fingerprint(self) -> str:
-        """The number of edges, and a hash of the neighbors and the weights of all rounds.
-
-        Two graphs with one fingerprint are the same. Rounding, which may differ between computers,
-        hardly ever changes it: Σ_k w_k cos k is rounded, not each weight.
-        """
-        found, data = hashlib.sha256(), np.concatenate([r.weights.data for r in self.rounds])
+        """The number of edges, and a hash of all neighbors and of Σ_k w_k cos k over all weights,
+        which is rounded: the last digits of weights may depend on the computer."""
+        w = np.concatenate([r.weights.data for r in self.rounds])
+        found = hashlib.sha256(f"{w @ np.cos(np.arange(len(w))):.4f}".encode())
         for r in self.rounds:
-            for places in (r.weights.indptr, r.weights.indices):
-                found.update(places.astype(np.int64).tobytes())
-        found.update(f"{data @ np.cos(np.arange(len(data))):.4f}".encode())
+            places = np.concatenate([r.weights.indptr, r.weights.indices])
+            found.update(places.astype(np.int64).tobytes())
         return f"{counted(len(self.edges), 'edge')} (hash {found.hexdigest()[:8]})"
 
     # Spectrum. A single worker counts as λ_2 = λ_max = 1: it agrees with itself after one step.

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from powergossip.errors import BadInput
-from powergossip.hashes import sha256
 from powergossip.network import Processes
 from powergossip.parameters import trained
 from powergossip.tasks import MainMetric, Split, Task, main_metric
 from powergossip.tasks.user_functions import users_code
 from powergossip.training.config import Settings
 from powergossip.training.precision import autocast
+from powergossip.trees import sha256
 
 # Names of rows of all runs, and of the number of samples in the sums of an evaluation.
 TAKEN = {
