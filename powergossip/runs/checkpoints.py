@@ -298,7 +298,7 @@ def _steps(folder: Path) -> list[Path]:
 
 
 def _as_json(**entries: Any) -> bytes:
-    kept = dict.fromkeys(_KEPT) | entries
+    kept = json.loads(json.dumps(dict.fromkeys(_KEPT) | entries))  # as it will be read
     index = {"version": _VERSION, **kept, "sha256": _checksum(kept)}
     return json.dumps(index, indent=1).encode()
 

@@ -675,7 +675,8 @@ def test_a_changed_index_is_rejected(tmp_path: Path) -> None:
     """By one sentence, also if it is JSON of another shape."""
     kept, draw = Checkpoints(tmp_path, network.Processes()), random.Random(1)
     for step in range(2):
-        kept.save(step, range(1), {"x": torch.zeros(1)}, {"metrics_bytes": 0, "a": [1]}, 0.5)
+        kept.save(step, range(1), {"x": torch.zeros(1)}, {"bytes": 0, "a": {10: 1, 9: [2]}}, 0.5)
+    assert kept.describe() is not None
     index = tmp_path / "checkpoints" / "index.json"
     whole = index.read_text()
 
