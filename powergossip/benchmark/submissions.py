@@ -66,8 +66,9 @@ def _rounded(value: Any) -> Any:
 def read(path: Path) -> dict[str, Any]:
     """A file of results. Raises BadInput."""
     try:
-        number = {"parse_constant": _finite, "parse_float": _finite, "parse_int": _finite}
-        found = json.loads(path.read_text(), **number)
+        found = json.loads(
+            path.read_text(), parse_constant=_finite, parse_float=_finite, parse_int=_finite
+        )
         for of_tier in found["tiers"].values():
             for name, of_task in of_tier.items():
                 _check_results(name, of_task)
@@ -108,9 +109,9 @@ def _check_results(name: str, of_task: Mapping[str, Any]) -> None:
             _ = [evaluation[key] + 0 for key in keys]
 
 
-def _optional(number: Any) -> None:
-    """Raise TypeError for something else than a number or None."""
-    _ = number is None or number + 0
+def _optional(number: Any) -> Any:
+    """A number or None. Raises TypeError for something else."""
+    return None if number is None else number + 0
 
 
 def read_all(folders: list[Path], warn: Callable[[str], None] = print) -> list[dict[str, Any]]:

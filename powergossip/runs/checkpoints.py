@@ -123,25 +123,22 @@ class Checkpoints:
                 entry = self._entry(which)
         return self._processes.broadcast(entry)
 
-    def intact(self, which: str, others: bool = False) -> str:
-        """Return the name of an intact checkpoint: `which`, or if `others`, one in its place.
+    def intact(self, which: str, others: bool = False) -> tuple[str, dict[str, Any]]:
+        """Return name and description of an intact checkpoint: `which`, or if `others`, one in its
+        place, with a sentence that the first process prints.
 
-        Each process reads some of the parts. If one is damaged, the first process prints a
-        sentence with the step of the checkpoint in its place.
-
-        Raises:
-            BadInput: If there is none.
+        Each process reads some of the parts. Raises BadInput if there is no such checkpoint.
         """
-        damage = self._damage(which)
-        if damage is None:
-            return which
-        for other in [name for name in _KEPT if others and name != which]:
-            entry = self.describe(other)
-            if entry is not None and self._damage(other) is None:
-                if self._processes.is_first:
-                    print(f"{damage}; the run goes on from the checkpoint of step {entry['step']}")
-                return other
-        raise BadInput(f"{damage}; {_REMEDY}")
+        first = None
+        for name in (which, *(name for name in _KEPT if others and name != which)):
+            entry = self.describe(name)
+            damage = None if entry is None else self._damage(name)
+            if entry is not None and damage is None:
+                if first is not None and self._processes.is_first:
+                    print(f"{first}; the run goes on from the checkpoint of step {entry['step']}")
+                return name, entry
+            first = first or damage
+        raise BadInput(f"{first}; {_REMEDY}")
 
     def _damage(self, which: str) -> str | None:
         """A sentence on the first damaged part of a checkpoint. None: all of them are intact."""
@@ -301,7 +298,7 @@ def _steps(folder: Path) -> list[Path]:
 
 
 def _as_json(**entries: Any) -> bytes:
-    kept = dict.fromkeys(_KEPT) | entries
+    kept = json.loads(json.dumps(dict.fromkeys(_KEPT) | entries))  # as it will be read
     index = {"version": _VERSION, **kept, "sha256": _checksum(kept)}
     return json.dumps(index, indent=1).encode()
 

@@ -71,7 +71,7 @@ class MetricsLog:
     @property
     def offset(self) -> int:
         """Size of the file in bytes, which a checkpoint stores."""
-        return self._status().st_size
+        return os.fstat(self._file.fileno()).st_size
 
     def synced_offset(self) -> int:
         """Return `offset` after all rows have been written to the disk."""
@@ -81,13 +81,11 @@ class MetricsLog:
 
     def unlinked_rows(self) -> bytes | None:
         """Return all rows if the file was removed or replaced, as editors do, and None else."""
-        if self.path.exists() and os.path.samestat(self.path.stat(), self._status()):
+        opened = os.fstat(self._file.fileno())
+        if self.path.exists() and os.path.samestat(self.path.stat(), opened):
             return None
         self._file.seek(0)
         return self._file.read()
-
-    def _status(self) -> os.stat_result:
-        return os.fstat(self._file.fileno())
 
     def close(self) -> None:
         self._file.close()

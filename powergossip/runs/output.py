@@ -36,12 +36,7 @@ ENDING = "state.ending"  # in info.json: COMPLETE, or the name of an exception
 COMPLETE = "complete"
 TRACKERS = "trackers"  # in info.json: the identity of the run in each tracker
 # Keys of a command, not of the run: config.yaml has their defaults, so that it repeats the run.
-_OF_COMMAND = {
-    "allow_lost_rows": False,
-    "checkpoint": "last",
-    "overwrite": False,
-    "resume": False,
-}
+_OF_COMMAND = {"allow_lost_rows": False, "checkpoint": "last", "overwrite": False, "resume": False}
 _FILES = (metrics.FILE, INFO_FILE, FIGURE, SAMPLE, CONFIG_FILE)
 _KEYS = {"log_verbosity", "n_workers", "overwrite"}  # in each config.yaml of this program
 
@@ -96,15 +91,6 @@ class Output:
                 raise
             raise ValueError(f"output folder {self.folder}: {error.strerror or error}") from error
 
-    def offset(self) -> int:
-        """The bytes of metrics.jsonl, which are on the disk. A removed file is written again."""
-        rows = self.rows.unlinked_rows()
-        if rows is not None:
-            self._drafts.replace(metrics.FILE, rows, sync=True)
-            self.rows.close()
-            self.rows = metrics.MetricsLog(self.folder / metrics.FILE)
-        return self.rows.synced_offset()
-
     def _start(self, config: Mapping[str, Any]) -> None:
         folder = self.folder
         if folder.is_file():
@@ -123,9 +109,8 @@ class Output:
         self._trackers = Trackers(folder, config)
         if is_run:
             checkpoints.clear(folder)
-            names = (*_FILES, *(file.name for file in folder.glob("events.out.tfevents.*")))
-            for name in names:
-                (folder / name).unlink(missing_ok=True)
+            for file in (*map(folder.joinpath, _FILES), *folder.glob("events.out.tfevents.*")):
+                file.unlink(missing_ok=True)
         clear_drafts(folder)
         self._begin(config, b"")
 
@@ -161,6 +146,15 @@ class Output:
         """Add the identity of the run in each tracker to the information."""
         if self._trackers.facts:
             self._info[TRACKERS] = {**self._info.get(TRACKERS, {}), **self._trackers.facts}
+
+    def offset(self) -> int:
+        """The bytes of metrics.jsonl, which are on the disk. A removed file is written again."""
+        rows = self.rows.unlinked_rows()
+        if rows is not None:
+            self._drafts.replace(metrics.FILE, rows, sync=True)
+            self.rows.close()
+            self.rows = metrics.MetricsLog(self.folder / metrics.FILE)
+        return self.rows.synced_offset()
 
     def write(self, name: str, values: Mapping[str, float], tags: Mapping[str, Any]) -> None:
         """Write a row to metrics.jsonl and to the trackers. Raises CannotWrite."""
@@ -288,15 +282,12 @@ def _is_run(folder: Path) -> bool:
 def _read_info(path: Path) -> dict[str, Any]:
     """The contents of info.json. Nothing, with a warning, if a power failure has damaged it."""
     try:
-        info = json.loads(path.read_text())
-        problem = None if isinstance(info, dict) else "not a mapping"
-    except FileNotFoundError:
-        return {}
-    except ValueError as error:
-        problem = str(error)
-    if problem is not None:
-        warnings.warn(f"{path} is damaged ({problem}); it is written again", stacklevel=2)
-    return info if problem is None else {}
+        info = json.loads(path.read_text()) if path.exists() else {}
+    except ValueError:
+        info = None
+    if not isinstance(info, dict):
+        warnings.warn(f"{path} is damaged; it is written again", stacklevel=2)
+    return info if isinstance(info, dict) else {}
 
 
 def new_dated_folder(name: str = DATED) -> Path:

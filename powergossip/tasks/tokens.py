@@ -150,14 +150,14 @@ def load(documents: Documents, tokenizer: str, options: TaskOptions) -> TokenFil
     known: list[Any] = [_FORMAT, tokenizer, options.validation_ratio, str(documents.root.resolve())]
     key = hashlib.sha256(json.dumps([*known, documents.names, of_files]).encode()).hexdigest()
     folder = cache / key[:16]
-    with suppress(_DAMAGED):
+    with suppress(*_DAMAGED):
         return _read(folder)
     splits = documents.splits(options.validation_ratio)
     try:
         with scratch(cache) as place:
             made = _make(tokenizer, documents, splits["train"], cache, place)
             _write(place / "new", documents, splits, *made)
-            with suppress(_DAMAGED):  # another process was faster
+            with suppress(*_DAMAGED):  # another process was faster
                 return _read(folder)
             _publish(place / "new", folder, place / "damaged")
         return _read(folder)

@@ -109,9 +109,7 @@ def load_checkpoint(
                 )
             check_same_run_without_checkpoint(folder, config)
         return None
-    which = saved.intact(which, others=not config.evaluate_only)
-    entry = saved.describe(which)
-    assert entry is not None
+    which, entry = saved.intact(which, others=not config.evaluate_only)
     facts = entry["facts"]
     before = facts["config"]["n_workers"]
     with processes.agreed():

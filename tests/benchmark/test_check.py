@@ -36,7 +36,7 @@ OF_JSON = ("1e999", "9" * 400, "[" * 10**5)  # in quotes, until they are written
 
 def variants(tree: Any) -> Iterator[Any]:
     """A tree with another value in each place."""
-    odd = [None, {}, [], "a", 5, True, *OF_JSON]
+    odd: list[Any] = [None, {}, [], "a", 5, True, *OF_JSON]
     places = tree.items() if isinstance(tree, dict) else enumerate(tree)
     for key, value in list(places):
         copy = {**tree} if isinstance(tree, dict) else [*tree]

@@ -298,35 +298,45 @@ def test_a_library_needs_no_cache(forgotten: pytest.MonkeyPatch, tmp_path: Path)
     assert kernels.name(kernels.compiled()) == "compiled"
 
 
-@needs_compiler
-def test_a_damaged_library_is_compiled_again(forgotten: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    forgotten.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert kernels.compiled() is not None
-    (library,) = tmp_path.rglob("kernels-*.so")
-    whole = library.read_bytes()
+@pytest.fixture
+def compiling(forgotten: pytest.MonkeyPatch, tmp_path: Path) -> bytes:
+    """The content of a library, which is compiled in no time, with an empty cache."""
+    library = kernels.compiled()
+    assert library is not None
+    content = Path(library._name).read_bytes()
 
     def compiler(command: list[str], source: str, folder: Path) -> Path:
-        (folder / "kernels.so").write_bytes(whole)
+        (folder / "kernels.so").write_bytes(content)
         return folder / "kernels.so"
 
     forgotten.setattr(kernels, "_compile", compiler)
+    forgotten.setenv("XDG_CACHE_HOME", str(tmp_path))
+    kernels.compiled.cache_clear()
+    return content
+
+
+@needs_compiler
+def test_a_damaged_library_is_compiled_again(compiling: bytes, tmp_path: Path) -> None:
+    assert kernels.compiled() is not None
+    (library,) = tmp_path.rglob("kernels-*.so")
     for kind in damages(library):
         kernels.compiled.cache_clear()
         assert kernels.name(kernels.compiled()) == "compiled", kind
-        assert [path.read_bytes() for path in tmp_path.rglob("*.so")] == [whole]
+        assert [path.read_bytes() for path in tmp_path.rglob("*.so")] == [compiling]
 
 
 @needs_compiler
 def test_a_machine_without_a_home_folder_has_no_cache(
-    forgotten: pytest.MonkeyPatch, tmp_path: Path
+    compiling: bytes, forgotten: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def no_home() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
-    forgotten.delenv("XDG_CACHE_HOME", raising=False)
+    forgotten.delenv("XDG_CACHE_HOME")
     forgotten.setattr(Path, "home", no_home)
     forgotten.setattr(tempfile, "tempdir", str(tmp_path))
     assert kernels.name(kernels.compiled()) == "compiled"
+    assert not list(tmp_path.rglob("*.so"))
     assert data_files.cache("Text").is_relative_to(tmp_path)
 
 
