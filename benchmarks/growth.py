@@ -40,6 +40,7 @@ from benchmarks import steps
 from powergossip import algorithms, checks, prediction, topologies
 from powergossip.formatting import plain
 from powergossip.network import Network
+from powergossip.network.rows import Shared
 from powergossip.parameters import Layout
 from powergossip.runs import configuration, figures
 from powergossip.tasks import TaskOptions, digits
@@ -285,6 +286,7 @@ def one(
     message = messages[0] if isinstance(messages, tuple) else messages
     of_x = message.tensor.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
     sent = 0 if of_x else message.tensor.nbytes / n
+    received *= not isinstance(message, Shared)
     theory = 4 * layout.size + state[0] / min(n, NODES) + received + sent
     return Line(name, size, ms, memory, theory)
 

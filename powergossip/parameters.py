@@ -272,8 +272,7 @@ class Parameters:
     requires_grad=False, and parameters without elements stay as they are and have no part in x:
     models must start with equal ones.
 
-    Args:
-        gradients: Whether the models are trained. `grad` has no rows otherwise.
+    Without gradients, `grad` has no rows.
 
     Attributes:
         x: Memory [worker, D] of the models' parameters, which are views of it. It has their dtype.

@@ -12,7 +12,7 @@ from powergossip import checks, kernels, randomness
 from powergossip.algorithms.averaging import Kind, Rate, Stateless, column
 from powergossip.compressors.sparse import distinct, fraction
 from powergossip.network import Conversation, Mean, Network
-from powergossip.network.message_types import Rows, Shared
+from powergossip.network.rows import Rows, Shared
 from powergossip.parameters import Layout
 
 
@@ -85,9 +85,8 @@ def _rows(received: Rows | Tensor) -> Rows:
     if isinstance(received, Rows):
         return received
     others = received.flatten(0, 1)
-    return Rows(
-        others[:0], others, torch.arange(len(others), device=others.device).view(received.shape[:2])
-    )
+    index = torch.arange(len(others), device=others.device)
+    return Rows(others[:0], others, index.view(received.shape[:2]))
 
 
 def _fits(tensor: Tensor) -> bool:

@@ -4,6 +4,7 @@ Axes: setting (of one algorithm's grid), worker (hosted by this process), D elem
 matrix. Symbols: x_i worker i's matrix, x̄_0 the mean of all workers' starting matrices.
 """
 
+import math
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -267,6 +268,7 @@ class _Log:
         self._total_steps = sweep.total_steps
         self._steps = 0
         self._began = time.perf_counter()
+        self._logged = -math.inf  # seconds at which the progress was logged
 
     def rows(self, step: int, measurements: Sequence[Measurement]) -> None:
         for row in measurements:
@@ -282,7 +284,11 @@ class _Log:
             self._hooks.log_metric(row.name, values, row.tags)
 
     def fraction(self) -> None:
-        self._hooks.log_info({"state.progress": self._steps / self._total_steps})
+        """At most once a second, and at the end: info.json is written anew each time."""
+        now = time.perf_counter()
+        if now >= self._logged + 1 or self._steps == self._total_steps:
+            self._hooks.log_info({"state.progress": self._steps / self._total_steps})
+            self._logged = now
 
     def progress(self, name: str, steps: int) -> None:
         self._steps += steps
@@ -342,7 +348,8 @@ class MatrixBatch:
     def _errors(self) -> Tensor:
         """(1/n) Σ_i ‖x_i − x̄_0‖²: float64 [setting], the same to the bit in all processes."""
         mean = self._sweep.mean
-        squares = torch.cat([(part - mean).square_().sum(1) for part in _in_blocks(self.x)])
+        copies = (part.to(mean.dtype, copy=True) for part in _in_blocks(self.x, 2**16))  # in caches
+        squares = torch.cat([copy.sub_(mean).square_().sum(1) for copy in copies])
         return self._network.gather(squares).view(len(self.settings), -1).mean(1)
 
     def _sent_by_worker_0(self) -> tuple[int, int]:
@@ -425,6 +432,6 @@ def is_logged(step: int) -> bool:
     return step % (1 if step < 10 else 10 if step < 100 else 100) == 0
 
 
-def _in_blocks(x: Tensor) -> Sequence[Tensor]:
+def _in_blocks(x: Tensor, elements: int = 2**19) -> Sequence[Tensor]:
     """x [row, D] in blocks of rows, to limit the memory of double precision copies."""
-    return x.split(max(1, 2**19 // x.shape[1]))
+    return x.split(max(1, elements // x.shape[1]))

@@ -30,17 +30,11 @@ void sum_in_pairs(const float *const *rows, i64 count, i64 length, float divisor
 /* Plain gossip. Strides are in elements. The message from a neighbor is a row of `own`, or after
    them of `others`. */
 typedef struct {
-    float *x; /* [worker, element] */
-    i64 x_stride;
-    const float *own; /* [row, element], may be x */
-    i64 own_stride, own_rows;
-    const float *others; /* [row, element] */
-    i64 others_stride;
-    const i64 *index; /* [worker, neighbor] */
-    i64 workers, neighbors, length;
-    const float *own_weight; /* [worker] */
-    const float *weight;     /* [worker, neighbor] */
-    i64 parts;
+    float *x;                         /* [worker, element] */
+    const float *own, *others;        /* [row, element], own may be x */
+    const i64 *index;                 /* [worker, neighbor] */
+    const float *own_weight, *weight; /* [worker], [worker, neighbor] */
+    i64 x_stride, own_stride, own_rows, others_stride, workers, neighbors, length, parts;
 } Gossip;
 
 /* x_i ← own_weight_i x_i + Σ_k weight_k from_k, one after the other, in steps of `vectors` ≤ 4 from
@@ -67,7 +61,7 @@ static void mix_part(const void *arguments, i64 part) {
     const i64 edges = g->workers * g->neighbors, stop = g->length * (part + 1) / g->parts;
     i64 copied = 0; /* own rows, if there is an edge between them */
     for (i64 k = 0; k < edges && !copied; k++) copied = g->index[k] < g->own_rows ? g->own_rows : 0;
-    const i64 fitting = (1 << 16) / (copied + 1) / 64 * 64, most = fitting ? fitting : 64;
+    const i64 most = 64 + (1 << 16) / (copied + 1) / 64 * 64; /* elements of a block */
     const i64 stride = most + LANES; /* not a power of two: rows would share lines of a cache */
     float *own = malloc(copied * stride * sizeof *own);
     const float **from = malloc(edges * sizeof *from);
@@ -97,7 +91,7 @@ void plain_gossip(float *x, i64 x_stride, const float *own, i64 own_stride, i64 
                   i64 neighbors, i64 length, const float *own_weight, const float *weight,
                   i64 threads) {
     threads = smaller(threads, 1 + workers * length * neighbors / PER_THREAD);
-    const Gossip g = {x,     x_stride, own,     own_stride, own_rows, others,     others_stride,
-                      index, workers,  neighbors, length,   own_weight, weight, threads};
+    const Gossip g = {x,        own,      others,        index,   own_weight, weight, x_stride,
+                      own_stride, own_rows, others_stride, workers, neighbors,  length, threads};
     in_threads(threads, threads, mix_part, &g);
 }

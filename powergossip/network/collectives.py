@@ -147,17 +147,11 @@ class Reduction(Transport):
     Args:
         native: Whether the library's own all-reduce takes the place of the sum between processes.
         tensor: [copy · worker, ...], with the hosted workers of each copy.
-        out: Memory [copy, ...] of the mean, by default new.
+        out: Memory [copy, ...] of the mean, or None for new.
     """
 
     def __init__(
-        self,
-        connection: Connection,
-        tensor: Tensor,
-        *,
-        copies: int,
-        native: bool,
-        out: Tensor | None = None,
+        self, connection: Connection, tensor: Tensor, out: Tensor | None, copies: int, native: bool
     ):
         rows, comm = tensor.shape[0], connection.processes
         hosted = rows // copies

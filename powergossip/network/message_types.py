@@ -1,11 +1,9 @@
 """The messages that a conversation yields."""
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from itertools import repeat
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from powergossip.network.edges import Edges
@@ -31,40 +29,6 @@ class ToAll:
     """The same message for every neighbor: tensor [worker, ...]."""
 
     tensor: Tensor
-
-
-@dataclass(eq=False)
-class Shared(ToAll):
-    """The same message, tensor [worker, D], which the other workers of a process read where it is:
-    they receive `Rows`, without copies."""
-
-
-class Rows(NamedTuple):
-    """Messages from neighbors: row index[worker, neighbor] of `own`, or after them of `others`.
-
-    Attributes:
-        own: Messages of the workers of this process [row, D].
-        others: Messages from other processes [row, D].
-        index: int64 [worker, neighbor], contiguous.
-    """
-
-    own: Tensor
-    others: Tensor
-    index: Tensor
-
-    def by_blocks(self) -> Iterator[tuple[slice, Iterator[Tensor]]]:
-        """Some of the D elements, and copies of the messages in each slot [worker, element].
-
-        The elements of `own` may change afterwards.
-        """
-        width = max(1, _AT_ONCE[self.own.device.type] // len(self.index))
-        for start in range(0, self.own.shape[1], width):
-            here = slice(start, start + width)
-            rows = torch.cat([self.own[:, here], self.others[:, here]])
-            yield here, map(rows.index_select, repeat(0), self.index.unbind(1))
-
-
-_AT_ONCE = {"cpu": 2**17, "cuda": 2**26}  # elements of a block
 
 
 @dataclass(eq=False)

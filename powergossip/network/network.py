@@ -17,17 +17,10 @@ from powergossip.network.counter import Counter
 from powergossip.network.device_channel import Connection
 from powergossip.network.edges import Edges
 from powergossip.network.lost_messages import Losses
-from powergossip.network.message_types import (
-    Conversation,
-    Gather,
-    Mean,
-    Message,
-    Shared,
-    ToAll,
-    ToEach,
-)
+from powergossip.network.message_types import Conversation, Gather, Mean, Message, ToAll, ToEach
 from powergossip.network.posting import Delivery, Transport
 from powergossip.network.processes import Channel, Processes
+from powergossip.network.rows import Shared
 from powergossip.tensor_cache import TensorCache
 from powergossip.topologies import Round, Topology
 
@@ -251,12 +244,9 @@ class Network:
         return self.start_mean(tensor)()
 
     def start_mean(self, tensor: Tensor, out: Tensor | None = None) -> Callable[[], Tensor]:
-        """Start `mean(tensor)`.
+        """Start `mean(tensor)`, to out [copy, ...] or to new memory.
 
         All processes call both in the same order. The tensor must not change in between.
-
-        Args:
-            out: Memory [copy, ...] of the result, by default new.
 
         Returns:
             A function that waits for the result and returns it.
@@ -352,7 +342,7 @@ class Network:
                 f"Mean of a tensor {tuple(tensor.shape)}: use one of shape ({self.rows}, ...)"
             )
         native = self.all_reduce == "native"
-        return Reduction(self.connection, tensor, copies=self.copies, native=native, out=out)
+        return Reduction(self.connection, tensor, out, self.copies, native)
 
 
 def hosted_workers(n_workers: int, n_processes: int) -> int:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from powergossip.network.device_channel import Connection
 from powergossip.network.edges import Edges
-from powergossip.network.message_types import Rows
+from powergossip.network.rows import Rows
 
 
 class Transport:
@@ -33,10 +33,7 @@ class Delivery(Transport):
     """A message to neighbors, and the memory for the messages received from them.
 
     Both are addressed by rows: tensor[worker, out_slot] (ToEach) or tensor[worker] (ToAll) is an
-    outgoing row, received[worker, in_slot] an incoming one.
-
-    Args:
-        shared: Whether `Rows` are received. Nothing is copied within the process.
+    outgoing row, received[worker, in_slot] an incoming one. With `shared`, Rows are received.
     """
 
     def __init__(

@@ -557,15 +557,15 @@ def run_entry_point(main: Callable[[list[str]], object]) -> None:
 def imports() -> Iterator[None]:
     """The context of the first import of torch: no garbage collection visits its objects, which
     stay, now or later."""
-    if "torch" in sys.modules or not gc.isenabled():
-        yield
-        return
-    gc.disable()
+    first = "torch" not in sys.modules and gc.isenabled()
+    if first:
+        gc.disable()
     try:
         yield
     finally:
-        gc.freeze()
-        gc.enable()
+        if first:
+            gc.freeze()
+            gc.enable()
 
 
 def _report_once(error: Exception) -> None:

@@ -21,7 +21,7 @@ from powergossip.tasks import Task
 # The rule of `auto`, measured on a CPU. With fewer workers or larger models one call takes as long,
 # or longer: the memory of all models no longer fits into the caches, and vectorized convolutions
 # are slower than single ones.
-FEWEST_WORKERS = 16
+FEWEST_WORKERS = 12
 MOST_PARAMETERS = 2**16  # of a worker
 MOST_PIXELS = 2**11  # elements of a worker's batch, for models with convolutions
 

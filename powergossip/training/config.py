@@ -71,7 +71,7 @@ class RunKeys:
     #   autocast. Parameters, messages and evaluations are in fp32
     torch_compile: bool = False  # compile the model's forward and backward passes in training
     batched_gradients: str = "auto"  # gradients of all workers of a process in one call: on, off,
-    #   or auto (16 workers or more, models of the library whose layers are small)
+    #   or auto (12 workers or more, models of the library whose layers are small)
     adam_beta1: float = 0.9  # decay rate of adamw's mean gradient
     adam_beta2: float = 0.999  # decay rate of adamw's mean square
     adam_epsilon: float = 1e-8  # added to the root of adamw's mean square

@@ -6,7 +6,7 @@ Axes: worker, setting. Unless specified otherwise, matrices are 8 × 8 and a run
 import json
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +86,15 @@ def reproducible(rows: pd.DataFrame) -> list[dict[str, Any]]:
     kept = rows.drop(columns="seconds")
     records = kept.astype(object).where(kept.notna(), None).to_dict("records")
     return [{str(column): value for column, value in row.items()} for row in records]
+
+
+def test_the_progress_is_logged_once_a_second_and_at_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    progress: list[Mapping[str, Any]] = []
+    monkeypatch.setattr("time.perf_counter", lambda: 5.0)
+    built(algorithm="uncompressed", num_steps=20).run(Hooks(log_info=progress.append))
+    assert progress == [{"state.progress": 0.0}, {"state.progress": 1.0}]
 
 
 # The published experiment: seed 42, ring of 8, a 100 × 100 matrix of N(0, 1) for each worker.
