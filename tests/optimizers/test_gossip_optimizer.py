@@ -1156,8 +1156,9 @@ def test_numbers_of_numpy_are_numbers(name: str) -> None:
 
 @pytest.mark.parallel([4])
 def test_topologies_are_also_objects_and_paths(tmp_path: Path) -> None:
-    file = tmp_path / "ring.edgelist"
-    file.write_text("0 1\n1 2\n2 3\n3 0\n")
+    own = tmp_path / "ring.edgelist"
+    own.write_text("0 1\n1 2\n2 3\n3 0\n")
+    file = processes().broadcast(own)
     found = []
     for topology in ("ring", nx.cycle_graph(4), topologies.make("ring", 4), file):
         model, optimizer = wrapped(OPTIMIZERS["sgd"], "dpsgd", topology=topology)
