@@ -146,7 +146,7 @@ def test_a_large_consensus_rate_reduces_the_default_diffusion_rate(
     rate: float, found: float
 ) -> None:
     """γ times that is at most 2 (1 + β)/λ = 1.95 with β = 0.3, on a ring of 8 with λ = 4/3."""
-    given = {"learning": "noloco", "optimizer": "dpsgd", "n_workers": 8}
+    given: dict[str, Any] = {"learning": "noloco", "optimizer": "dpsgd", "n_workers": 8}
     run = built(**given, learning_options={"consensus_rate": rate})
     assert run.facts()["diffusion_rate"] == pytest.approx(found)
     with pytest.warns(UserWarning, match="from 0.975 on"):
