@@ -126,6 +126,7 @@ class GossipState(Traffic):
                 f"the optimizer has {len(parameters)} parameters, not the {len(self._known)} that "
                 "it had when GossipState was created; create a new module and state"
             )
+        self._averaged.check_loaded()
         self._steps += 1
         if self._steps % self._local_steps == 0:
             self._averaged.start()

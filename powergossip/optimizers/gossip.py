@@ -365,6 +365,7 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
         if self._averaged.in_step:
             self._averaged.progress()
         else:
+            self._averaged.check_loaded()
             self._averaged.start()
 
     def _mix_before_update(self) -> None:
@@ -473,7 +474,8 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
         if self._averaged.in_flight or self._corrected:
             raise RuntimeError(
                 f"{call} between a backward pass and its step(), while messages are in flight or "
-                "gradients are corrected; call it after step()"
+                "gradients are corrected; call it after step(), and freeze the parameters by "
+                "requires_grad_(False) during backward passes of other losses"
             )
 
     # The mean model.

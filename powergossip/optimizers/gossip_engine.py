@@ -4,6 +4,7 @@ GossipOptimizer, GossipModelAverager and GossipState.
 Axes: worker (always 1: that of this process), D elements of a part.
 """
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from powergossip.network import Conversation, Exchange, Processes, together
+from powergossip.network import Conversation, Exchange, Processes, checked_barrier, together
 from powergossip.optimizers.checks import (
     broadcast_from_process_0,
     check_owner,
@@ -40,6 +41,7 @@ from powergossip.parameters import PRECISIONS, Layout, check_parameters, is_misa
 DTYPES = (*PRECISIONS, *HALF)  # of trainable parameters
 
 _VERSION = 3  # of the state
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # dtype by the bytes of an element
 
 # Those with messages in flight: their memory must not be freed, even if nothing else refers to it.
 _in_flight: set["Averaged"] = set()
@@ -210,6 +212,7 @@ class Averaged(Traffic):
         self._works = self.n_workers > 1 or learning.works_alone
         self.in_step = False  # whether a step has been started, and its local update is to come
         self._exchange: Exchange | None = None  # in flight
+        self._loaded: Mapping[str, Any] | None = None  # the state, until the first step with it
         self.in_mean = False  # whether the parameters are the mean model at present
 
     @property
@@ -301,6 +304,26 @@ class Averaged(Traffic):
                     f"{self.owner} was created, so it is not averaged; create a new one, or "
                     "leave the parameter out and add it by add_param_group"
                 )
+
+    def check_loaded(self) -> None:
+        """Compare a newly loaded state with the other processes' and with the parameters.
+
+        Call it when a step begins. Ends all processes if they have loaded states of different
+        steps, and warns if the parameters are others than when the state was saved.
+        """
+        saved, self._loaded = self._loaded, None
+        if saved is None:
+            return
+        place = "the first step with a loaded state"
+        checked_barrier(self.processes, place, saved["steps"])
+        parts = self.parts[: len(saved["averaging"])]
+        if saved.get("checksum", _checksum(parts)) != _checksum(parts):
+            warnings.warn(
+                f"the parameters are not those with which the state was saved: create "
+                f"{self.owner}, which gives all processes the values of process 0, before loading "
+                "the model",
+                stacklevel=2,
+            )
 
     # --- Steps ---
 
@@ -431,7 +454,9 @@ class Averaged(Traffic):
             "averaging": [part.rule.state_dict() for part in self.parts],
             "network": self.network.state_dict(),
         }
-        return state if self.sharding is None else self.sharding.saved(state, inside)
+        if self.sharding is not None:
+            return self.sharding.saved(state, inside)
+        return {**state, "checksum": _checksum(self.parts)}
 
     def check_state(self, saved: Mapping[str, Any]) -> None:
         """Raise ValueError unless the facts of a saved state are those of this object."""
@@ -445,8 +470,14 @@ class Averaged(Traffic):
             saved = self.sharding.loaded(saved)
         for part, state in zip(self.parts, saved["averaging"], strict=True):
             part.rule.load_state_dict(state)
-        self.in_step = False
+        self.in_step, self._loaded = False, saved
         self.network.load_state_dict(saved["network"])
+
+
+def _checksum(parts: Iterable[_Part]) -> int:
+    """The sum of the bits of all parameters as integers."""
+    parameters = (parameter.detach() for part in parts for parameter in part.parameters)
+    return sum(int(p.view(_BITS[p.element_size()]).sum()) for p in parameters)
 
 
 def _check_state(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
@@ -487,7 +518,7 @@ def _check_state(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         check_shapes(shapes, expected, "in the state", "here")
 
 
-_STATE_KEYS = ("steps", "averaging", "network")  # not facts
+_STATE_KEYS = ("steps", "averaging", "network", "checksum")  # not facts
 
 
 def trainable_of(

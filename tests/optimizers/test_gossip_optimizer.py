@@ -5,6 +5,7 @@ Axes: worker, one per process; D parameters of a worker's model.
 
 import copy
 import pickle
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -819,6 +820,27 @@ def test_an_unfrozen_parameter_is_noticed() -> None:
         optimizer.step()
 
 
+@pytest.mark.parallel([2])
+def test_a_model_that_is_loaded_before_the_optimizer_is_made_gives_a_warning() -> None:
+    """Construction replaces it by that of process 0."""
+    model, optimizer = wrapped(OPTIMIZERS["momentum"], "power-gossip")
+    run(model, optimizer, range(3))
+    values, state = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    for is_first in (False, True):
+        model = mlp()
+        if is_first:
+            model.load_state_dict(values)
+        optimizer = GossipOptimizer(OPTIMIZERS["momentum"](model), "power-gossip")
+        optimizer.load_state_dict(state)
+        if not is_first:
+            model.load_state_dict(values)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            run(model, optimizer, range(3, 5))
+        found = ["are not those with which the state was saved" in str(w.message) for w in caught]
+        assert found == [True] * (is_first and processes().rank > 0)
+
+
 # Unequal numbers of steps.
 
 UNEVEN = """
@@ -853,6 +875,11 @@ if how == "mean":
         pass
 if how == "round" and processes().rank == 0:
     optimizer.state_dict()
+if how == "loaded":
+    state = optimizer.state_dict()
+    state["param_groups"][0]["gossip"]["steps"] -= processes().rank
+    optimizer.load_state_dict(state)
+    optimizer.step()
 print("end")
 """
 
@@ -864,6 +891,7 @@ print("end")
         ("powersgd", 1),
         ("local", 1),  # which sends nothing in that step
         ("round", 9),  # ends with messages in flight, which one process receives earlier
+        ("loaded", 8),  # states of 5 and of 4 steps
         pytest.param("mean", 0, marks=pytest.mark.slow),
         pytest.param("mean", 9, marks=pytest.mark.slow),  # none is longer
     ],
@@ -877,8 +905,8 @@ def test_a_further_step_of_one_process_ends_all(how: str, longer: int, tmp_path:
         return
     assert ended.returncode == 1
     (line,) = [line for line in ended.stderr.splitlines() if line.startswith("error:")]
-    if how == "local":
-        assert all(f"after {steps} steps" in line for steps in (5, 6))
+    if how in ("local", "loaded"):
+        assert all(f"after {steps} steps" in line for steps in (5, 4 + 2 * (how == "local")))
         return
     assert f"process {longer} is in a further step" in line
     assert ("5 steps" in line) == (how != "powersgd")
