@@ -94,38 +94,37 @@ def check_optimizer(optimizer: torch.optim.Optimizer, parameters: Sequence[Tenso
         )
 
 
-def check_same_everywhere(processes: Processes, subject: str, fact: Any) -> None:
-    """Raise BadInput in all processes unless `fact` is equal in all."""
+def check_same_everywhere(processes: Processes, facts: Mapping[str, Any]) -> None:
+    """Raise BadInput in all processes unless these facts, by their names, are equal in all."""
     processes.check_same(
-        {subject: fact},
+        facts,
         "{key} differs between processes: {other} in process {process}, {first} in process 0; use "
         "the same in all",
     )
 
 
-def check_same_shapes_everywhere(
+def check_same_parameters(
     processes: Processes, parameters: Sequence[Tensor], first: int = 0
 ) -> None:
-    """Raise BadInput in all processes unless the shapes are equal in all. `first` is the index of
-    the first of these parameters in the optimizer."""
-    everywhere = processes.everywhere([tuple(p.shape) for p in parameters])
-    with processes.agreed():
-        for process, shapes in enumerate(everywhere):
-            check_shapes(shapes, everywhere[0], f"in process {process}", "in process 0", first)
+    """Raise BadInput in all processes unless the number, shapes and dtypes are equal in all, and
+    the same are frozen. `first` is the index of the first of them in the optimizer."""
+    facts: dict[str, Any] = {"the number of parameters": len(parameters)}
+    for index, parameter in enumerate(parameters, first):
+        kind = "frozen" if is_frozen(parameter) else str(parameter.dtype)
+        facts[f"parameter {index}"] = f"{kind} of shape {tuple(parameter.shape)}"
+    check_same_everywhere(processes, facts)
 
 
-def check_shapes(
-    shapes: Sequence[Any], expected: Sequence[Any], here: str, there: str, first: int = 0
-) -> None:
-    """Raise BadInput unless these lists of shapes, found `here` and `there`, are equal."""
+def check_shapes(shapes: Sequence[Any], expected: Sequence[Any]) -> None:
+    """Raise BadInput unless these lists of shapes, in a state and here, are equal."""
     if len(shapes) != len(expected):
         raise BadInput(
-            f"{len(shapes)} parameters {here}, {len(expected)} {there}; use the same model"
+            f"{len(shapes)} parameters in the state, {len(expected)} here; use the same model"
         )
-    for index, (shape, other) in enumerate(zip(shapes, expected, strict=True), first):
+    for index, (shape, other) in enumerate(zip(shapes, expected, strict=True)):
         if tuple(shape) != tuple(other):
             raise BadInput(
-                f"parameter {index} is of shape {tuple(shape)} {here}, {tuple(other)} {there}; "
+                f"parameter {index} is of shape {tuple(shape)} in the state, {tuple(other)} here; "
                 "use the same model"
             )
 

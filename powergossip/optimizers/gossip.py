@@ -223,7 +223,8 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
             if who.rank == 0:
                 self._learning.warn_of(self.method)
             trainable = trainable_of(optimizer, sharded=sharding is not None)
-        check_same_everywhere(who, "the learning rule", repr(self._learning))
+        of_all = {"the learning rule": repr(self._learning), "local_steps": local_steps}
+        check_same_everywhere(who, of_all | {"overlapping": overlapping})
         self._averaged = Averaged(
             "GossipOptimizer",
             who,
@@ -234,8 +235,6 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
             sharding,
         )
         self.network = self._averaged.network
-        check_same_everywhere(who, "local_steps", local_steps)
-        check_same_everywhere(who, "overlapping", overlapping)
         self._add([p for group in self.param_groups for p in group["params"]])
         own = weakref.ref(self)
         network.checked_barrier_at_exit(who, lambda: _steps_at_exit(own()))

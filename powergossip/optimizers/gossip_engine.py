@@ -17,7 +17,7 @@ from powergossip.optimizers.checks import (
     broadcast_from_process_0,
     check_owner,
     check_same_everywhere,
-    check_same_shapes_everywhere,
+    check_same_parameters,
     check_shapes,
     is_frozen,
     named,
@@ -201,9 +201,8 @@ class Averaged(Traffic):
         with processes.agreed():
             message_dtype_of(message_dtype, torch.float32)
             self.network = method.network(processes, like.device, working_dtype([like]))
-        check_same_everywhere(processes, "the method", method.facts())
-        check_same_everywhere(processes, "the graph", self.network.topology.fingerprint)
-        check_same_everywhere(processes, "message_dtype", message_dtype)
+        of_all = {"the method": method.facts(), "the graph": self.network.topology.fingerprint}
+        check_same_everywhere(processes, of_all | {"message_dtype": message_dtype})
         self.parts: list[_Part] = []
         self.frozen: list[Tensor] = []
         # A single process has no neighbors, but it may have the state of a learning rule.
@@ -242,11 +241,7 @@ class Averaged(Traffic):
         Raises:
             ValueError: In all processes. Everything is left unchanged then.
         """
-        check_same_shapes_everywhere(self.processes, parameters, first)
-        frozen = [i for i, p in enumerate(parameters, first) if is_frozen(p)]
-        check_same_everywhere(self.processes, "the list of frozen parameters", frozen)
-        dtypes = [str(p.dtype) for p in parameters if not is_frozen(p)]
-        check_same_everywhere(self.processes, "the dtype of parameters", dtypes)
+        check_same_parameters(self.processes, parameters, first)
         with self.processes.agreed():
             self._check_precision(parameters, first)
         trained = [p for p in parameters if p.numel() and not is_frozen(p)]
@@ -484,7 +479,7 @@ def _check_state(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
             f"{len(now['shapes'])}; repeat the calls of add_param_group before loading"
         )
     for shapes, expected in zip(saved["shapes"], now["shapes"], strict=True):
-        check_shapes(shapes, expected, "in the state", "here")
+        check_shapes(shapes, expected)
 
 
 _STATE_KEYS = ("steps", "averaging", "network")  # not facts

@@ -17,7 +17,7 @@ from powergossip.optimizers.checks import (
     check_optimizer,
     check_owner,
     check_same_everywhere,
-    check_same_shapes_everywhere,
+    check_same_parameters,
     clear_frozen_gradients,
     is_frozen,
     named,
@@ -123,10 +123,8 @@ class Gradients:
         self.owner = owner_of(self.network.processes)
         if mesh is not None:
             self.owner |= {"n_shards": shards.size, "shard": shards.rank}
-        check_same_shapes_everywhere(comm, self.parameters)
-        check_same_everywhere(comm, "the list of frozen parameters", list(self._frozen))
-        dtypes_of_all = [str(parameter.dtype) for parameter in self.parameters]
-        check_same_everywhere(comm, "the dtype of parameters", dtypes_of_all)
+        check_same_parameters(comm, self.parameters)
+        check_same_everywhere(comm, {"the list of frozen parameters": [*self._frozen]})
         if mesh is not None:
             with comm.agreed():
                 self._leave_out_empty_blocks()

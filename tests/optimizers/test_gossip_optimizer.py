@@ -1045,9 +1045,15 @@ def test_processes_that_differ_are_rejected_everywhere() -> None:
         return parameters(torch.zeros(2), torch.zeros(shape if odd else (3, 3), **options))
 
     for bad, text in (
-        (another((3, 4)), r"parameter 1 is of shape \(3, 4\) in process 2, \(3, 3\) in process 0"),
-        (another((3, 3))[: 1 if odd else 2], "1 parameters in process 2, 2 in process 0"),
-        (another((3, 3), dtype=torch.float64 if odd else None), "the dtype of parameters differs"),
+        (another((3, 4)), r"parameter 1 differs .* of shape \(3, 4\) in process 2, .*\(3, 3\) in"),
+        (
+            another((3, 3))[: 1 if odd else 2],
+            "number of parameters differs between processes: 1 in process 2, 2 in",
+        ),
+        (
+            another((3, 3), dtype=torch.float64 if odd else None),
+            "parameter 1 differs .* torch.float64 of shape",
+        ),
     ):
         with pytest.raises(BadInput, match=text):
             GossipOptimizer(torch.optim.SGD(bad, lr=0.1), "dpsgd")
