@@ -1,6 +1,8 @@
 """Checks of a training loop's parameters and gradients, and a common start of all workers."""
 
 import gc
+import hashlib
+import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -149,7 +151,7 @@ def broadcast_from_process_0(processes: Processes, tensors: Sequence[Tensor]) ->
     """Overwrite these tensors with those of process 0, in one message. Not counted."""
     if processes.size == 1:
         return
-    octets = [tensor.detach().cpu().reshape(-1).view(torch.uint8) for tensor in tensors]
+    octets = [*map(_octets, tensors)]
     flat = torch.cat(octets)
     processes.broadcast_array(flat.numpy())
     values = flat.split([len(o) for o in octets])
@@ -158,17 +160,52 @@ def broadcast_from_process_0(processes: Processes, tensors: Sequence[Tensor]) ->
             tensor.copy_(value.clone().view(tensor.dtype).view_as(tensor))
 
 
+def _octets(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().reshape(-1).view(torch.uint8)
+
+
+def _modules_of(parameters: Iterable[Tensor]) -> list[nn.Module]:
+    """The modules that have one of these parameters, in their submodules, too."""
+    own = {id(parameter) for parameter in parameters}
+    return [
+        module
+        for module in gc.get_objects()
+        if issubclass(type(module), nn.Module)
+        and "_modules" in module.__dict__  # nn.Module.__init__ was called
+        and any(id(parameter) in own for parameter in module.parameters())
+    ]
+
+
+def warn_of_buffers(processes: Processes, parameters: Sequence[Tensor]) -> None:
+    """Warn, in process 0, if a buffer in the modules of these parameters differs elsewhere."""
+    modules = _modules_of(parameters) if processes.size > 1 else []
+    inner = {id(child) for module in modules for child in module.children()}
+    digests: dict[str, set[bytes]] = {}
+    for module in modules:
+        for name, buffer in () if id(module) in inner else module.named_buffers():
+            if type(buffer) is Tensor and buffer.layout is torch.strided and not buffer.is_meta:
+                digest = hashlib.sha256(_octets(buffer).numpy().data).digest()
+                digests.setdefault(name, set()).add(digest)
+    everywhere = processes.everywhere(digests)
+    differing = [k for k, own in digests.items() if any(d.get(k, own) != own for d in everywhere)]
+    if differing and processes.rank == 0:
+        warnings.warn(
+            f'buffer "{differing[0]}" differs between processes, and is not made equal; if it '
+            "should be, call torch.manual_seed(0) before the model is made, or "
+            "model.load_state_dict(powergossip.network.processes().broadcast(model.state_dict()))",
+            stacklevel=2,
+        )
+
+
 def check_own_gradients(groups: Iterable[Mapping[str, Any]], n_workers: int) -> None:
     """Raise RuntimeError if DistributedDataParallel averages gradients over that many processes."""
     if n_workers == 1 or not dist.is_initialized():
         return
-    trained = {id(parameter) for group in groups for parameter in group["params"]}
-    for module in gc.get_objects():
+    for module in _modules_of(p for group in groups for p in group["params"]):
         if (
-            issubclass(type(module), DistributedDataParallel)
+            isinstance(module, DistributedDataParallel)
             and not module._comm_hooks
             and module.process_group.size() == n_workers
-            and any(id(parameter) in trained for parameter in module.parameters())
         ):
             raise RuntimeError(
                 "the model is in DistributedDataParallel, which averages the gradients of all "

@@ -110,12 +110,12 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
     The wrapped optimizer, `wrapped`, keeps its state, its parameter groups and its hooks. They are
     also this optimizer's, so that schedulers, GradScaler and code that sets learning rates work.
 
-    Construction moves the parameters into one buffer, where each has its own storage, and gives all
-    processes the values of process 0. Create it after the model is on its device. Values may be
-    assigned to p.data later; they are copied to the buffer. Construction, `step`, `add_param_group`
-    and `mean_model` are collective: all processes call them in the same order, with the same
-    parameters. Buffers of the model (running statistics) are not parameters and stay each worker's
-    own.
+    Construction moves the parameters into one buffer, where each has its own storage, and gives
+    those of all processes the values of process 0. Create it after the model is on its device.
+    Values may be assigned to p.data later; they are copied to the buffer. Construction, `step`,
+    `add_param_group` and `mean_model` are collective: all processes call them in the same order,
+    with the same parameters. Buffers of the model (running statistics) are not parameters and stay
+    each worker's own. Construction warns of buffers that differ.
 
     Parameters must be dense tensors on one device, in float32, bfloat16 or float16, or all in
     float64. Those in float64 are averaged and sent in float64, with 64 bits per element. Those in

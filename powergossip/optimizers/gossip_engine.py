@@ -22,6 +22,7 @@ from powergossip.optimizers.checks import (
     is_frozen,
     named,
     owner_of,
+    warn_of_buffers,
 )
 from powergossip.optimizers.gradients import Traffic
 from powergossip.optimizers.learning_rules import LearningRule, PartRule
@@ -268,6 +269,7 @@ class Averaged(Traffic):
             self.frozen.extend(of_process_0)
             for parameter in of_process_0:  # one by one, since together they may be large
                 broadcast_from_process_0(self.processes, [memory(parameter)])
+            warn_of_buffers(self.processes, parameters)
         if self.sharding is not None:
             reshard_modules()
         if self._works:

@@ -23,6 +23,7 @@ from powergossip.optimizers.checks import (
     named,
     not_compiled,
     owner_of,
+    warn_of_buffers,
 )
 from powergossip.optimizers.precision import message_dtype_of, working_dtype
 from powergossip.optimizers.sharded_parameters import is_divided, memory, replicas
@@ -138,6 +139,7 @@ class Gradients:
         self.gradients = self._views(self.gradient)
         self.means = self._views(self.mean)
         broadcast_from_process_0(comm, [*map(memory, self.parameters)])
+        warn_of_buffers(comm, self.parameters)
         checked_barrier_at_exit(comm, lambda: None)
 
     def _views(self, flat: Tensor) -> list[Tensor]:
