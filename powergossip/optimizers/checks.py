@@ -53,8 +53,8 @@ def clear_frozen_gradients(optimizer: torch.optim.Optimizer) -> None:
 
 
 def check_gradients(
-    names: Sequence[str],
     parameters: Sequence[Tensor],
+    names: Sequence[str] | None = None,
     *,
     required: bool,
     dtypes: Collection[torch.dtype] = (torch.float32,),
@@ -62,25 +62,27 @@ def check_gradients(
     """Return the gradients p.grad.
 
     Args:
+        names: Names in error messages, by default those of `named`.
         required: Whether a missing gradient is an error. Otherwise the result has the others only.
 
     Raises:
         ValueError: For a gradient that is sparse or of another dtype.
     """
     gradients = []
-    for name, parameter in zip(names, parameters, strict=True):
+    for index, parameter in enumerate(parameters):
         gradient = parameter.grad
         if gradient is None:
-            if required:
-                raise ValueError(f"{name} has no gradient; call backward first, or leave it out")
+            if not required:
+                continue
+            fault = "has no gradient; call backward first, or leave it out"
+        elif gradient.layout is not torch.strided:
+            fault = "has a sparse gradient; use sparse=False in its embedding layer"
+        elif gradient.dtype not in dtypes:
+            fault = f"has a gradient of {gradient.dtype}; use {listed(dtypes)}"
+        else:
+            gradients.append(gradient)
             continue
-        if gradient.layout is not torch.strided:
-            raise ValueError(
-                f"{name} has a sparse gradient; use sparse=False in its embedding layer"
-            )
-        if gradient.dtype not in dtypes:
-            raise ValueError(f"{name} has a gradient of {gradient.dtype}; use {listed(dtypes)}")
-        gradients.append(gradient)
+        raise ValueError(f"{(named(parameters)[0] if names is None else names)[index]} {fault}")
     return gradients
 
 

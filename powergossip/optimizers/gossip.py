@@ -15,6 +15,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -325,12 +326,11 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
         return loss
 
     def _only_allocates(self) -> bool:
-        """Whether torch.distributed.checkpoint makes this step, to get or set a state: the first
-        one, with learning rates of 0 and all gradients 0. It is no step of gossip."""
-        if self.wrapped.state or any(group.get("lr", 1) for group in self.param_groups):
+        """Whether torch.distributed.checkpoint makes this step, to get or set a state, with
+        learning rates of 0 and all gradients 0. It is no step of gossip."""
+        if any(group.get("lr") for group in self.param_groups):
             return False
-        gradients = [p.grad for g in self.param_groups for p in g["params"] if p.requires_grad]
-        return all(g is not None and not memory(g).any() for g in gradients)
+        return any(frame.f_code.co_name == "_init_optim_state" for frame, _ in walk_stack(None))
 
     @not_compiled
     def correct_(self) -> None:
@@ -424,8 +424,8 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
 
     def _dense_gradients(self) -> list[Tensor]:
         """The gradients that exist. Raises ValueError for a sparse one."""
-        names, parameters = named(p for group in self.param_groups for p in group["params"])
-        return check_gradients(names, parameters, required=False, dtypes=DTYPES)
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        return check_gradients(parameters, required=False, dtypes=DTYPES)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters during training, in all processes at the same step.

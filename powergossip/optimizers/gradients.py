@@ -173,7 +173,7 @@ class Gradients:
         check_optimizer(optimizer, [*self.parameters, *self._without_rows])
         clear_frozen_gradients(optimizer)
         gradients = check_gradients(
-            self._names, self.parameters, required=True, dtypes=self._dtypes
+            self.parameters, self._names, required=True, dtypes=self._dtypes
         )
         return [*map(memory, gradients)]
 
@@ -217,8 +217,8 @@ class Aggregator(ABC):
         """
         clear_frozen_gradients(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        names, trained = named(p for p in parameters if not is_frozen(p))
-        return trained, check_gradients(names, trained, required=True, dtypes=FLOATING_POINT)
+        trained = [p for p in parameters if not is_frozen(p)]
+        return trained, check_gradients(trained, required=True, dtypes=FLOATING_POINT)
 
     def mean_of(self, parameters: Tensors, gradients: Tensors) -> list[Tensor] | None:
         """Return the mean of gradients and errors, keep the new errors, and change no gradient."""

@@ -360,6 +360,17 @@ def test_a_distributed_checkpoint_of_each_process_resumes(
     assert torch.equal(numbers(model), numbers(resumed))
 
 
+@pytest.mark.parallel([2])
+def test_a_first_step_without_updates_is_one_of_gossip() -> None:
+    """As a warm-up of the learning rate begins, with gradients that are 0 in one process."""
+    model, optimizer = wrapped(lambda m: torch.optim.SGD(m.parameters(), lr=0), "dpsgd")
+    fill(model, numbers(mlp(processes().rank)))
+    (2 * processes().rank * loss(model, 0, 0)).backward()
+    expected = everywhere(model).mean(0).expand(2, -1)
+    optimizer.step()
+    torch.testing.assert_close(everywhere(model), expected)
+
+
 def test_another_state_is_rejected_and_changes_nothing() -> None:
     make = OPTIMIZERS["momentum"]
     model, optimizer = wrapped(make, "power-gossip", processes=ALONE)
