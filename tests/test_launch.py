@@ -3,12 +3,14 @@
 import json
 import signal
 import subprocess
-import time
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.harness import launch
+from tests.harness.helpers import wait_until
 
 SHOW = """
 import atexit, json, os, sys
@@ -101,12 +103,36 @@ def test_a_program_that_takes_too_long_is_ended(processes: int | None, tmp_path:
     (tmp_path / "endless.py").write_text(script)
     with pytest.raises(subprocess.TimeoutExpired):
         launch.python("endless.py", cwd=tmp_path, processes=processes, timeout=4)
-    began = [file.name.removeprefix("began-") for file in tmp_path.glob("began-*")]
+    began = list(tmp_path.glob("began-*"))
     assert len(began) == (processes or 1)
-    end = time.monotonic() + 10
-    while any(Path("/proc", number).exists() for number in began):
-        assert time.monotonic() < end
-        time.sleep(0.02)
+    wait_until(lambda: not any(map(lives, began)))
+
+
+def lives(file: Path) -> bool:
+    return Path("/proc", file.name.removeprefix("began-")).exists()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"processes": None},
+        {"processes": 2},
+        {"processes": 2, "fresh": True},
+        pytest.param({"processes": 2, "launcher": "torchrun"}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_programs_end_when_the_tests_are_killed(options: dict[str, Any], tmp_path: Path) -> None:
+    script = "import os, time\nopen(f'began-{os.getpid()}', 'w')\ntime.sleep(600)"
+    (tmp_path / "endless.py").write_text(script)
+    tests = "from tests.harness import launch\nlaunch.PRELOADED = ()\n"
+    tests += f"launch.python('endless.py', cwd={str(tmp_path)!r}, **{options})"
+    with subprocess.Popen([sys.executable, "-c", tests], cwd=launch.ROOT) as program:
+        try:
+            wait_until(lambda: len(list(tmp_path.glob("began-*"))) == (options["processes"] or 1))
+        finally:
+            program.kill()
+    wait_until(lambda: not any(map(lives, tmp_path.glob("began-*"))))
 
 
 RING = """

@@ -11,7 +11,6 @@ communication itself: it yields messages and is resumed with the received ones (
     power_gossip.py   PowerGossip
     directions.py     its memory and orthonormalization
     compiled_directions.py      the same in compiled loops, on a CPU
-    power_gossip_reference.py   a plain version, for comparison in tests
     rates.py          diffusion rates: the best, the largest, those of compressed messages
     learning/         learning rules on top of averaging algorithms: D-PSGD and others
     aggregation.py    the interface of compressed gradients: power_sgd.py, dgc.py,

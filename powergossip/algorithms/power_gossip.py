@@ -2,7 +2,8 @@
 
 The loop over iterations and messages is `PowerGossip.increment`. An iteration's products and its
 update of X are those of a `Side`: `MatrixSide` of directions.py, or on a CPU with a C compiler
-`CompiledSide` of compiled_directions.py. `power_gossip_reference.py` is a plain version.
+`CompiledSide` of compiled_directions.py. The tests have a plain version, tests/harness/
+power_gossip_reference.py.
 """
 
 from collections.abc import Mapping

@@ -11,7 +11,7 @@ from powergossip import formatting
 from powergossip.benchmark import library
 from powergossip.benchmark.comparison import Line, front, lines, pair
 from powergossip.benchmark.tasks import RATES, TASKS, TIERS, BenchmarkTask
-from powergossip.compare.page import POLICY, STYLE
+from powergossip.compare.page import STYLE, html_of
 from powergossip.runs import figures
 
 Entries = Sequence[Mapping[str, Any]]
@@ -227,20 +227,9 @@ def _inline(figure: Path) -> str:
 
 
 def _document(body: str) -> str:
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{POLICY}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>Decentralized learning: methods side by side</title>
-<style>{STYLE} svg {{ max-width: 100%; height: auto; background: #fff; }}</style>
-<script>{SORT.read_text()}</script>
-</head>
-<body class="sortable">
-<h1>Decentralized learning: methods side by side</h1>
-<p class="hint">A click on a cell of a header sorts its table.</p>
-{body}
-</body>
-</html>
-"""
+    style = STYLE + " svg { max-width: 100%; height: auto; background: #fff; }"
+    title, hint = (
+        "Decentralized learning: methods side by side",
+        "A click on a cell of a header sorts its table.",
+    )
+    return html_of(title, style, SORT.read_text(), '<body class="sortable">', hint, f"{body}\n")

@@ -86,6 +86,13 @@ def document(sections: "Sequence[Section]", script: str) -> str:
     parts = [_section(section, f"plot{i}") for i, section in enumerate(sections, 1)]
     runs = sum(len(group.runs) for section in sections for group in section.groups)
     title = "1 run" if runs == 1 else f"{runs} runs side by side"
+    hint = """Drag to zoom, double-click to go back. A click on a name in the legend hides its
+curves, a double click the others."""
+    return html_of(title, STYLE, script, "<body>", hint, "".join(parts))
+
+
+def html_of(title: str, style: str, script: str, begin: str, hint: str, body: str) -> str:
+    """Return the text of a page without requests. `begin` is the tag of its body."""
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -93,14 +100,13 @@ def document(sections: "Sequence[Section]", script: str) -> str:
 <meta http-equiv="Content-Security-Policy" content="{POLICY}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{title}</title>
-<style>{STYLE}</style>
+<style>{style}</style>
 <script>{script}</script>
 </head>
-<body>
+{begin}
 <h1>{title}</h1>
-<p class="hint">Drag to zoom, double-click to go back. A click on a name in the legend hides its
-curves, a double click the others.</p>
-{"".join(parts)}</body>
+<p class="hint">{hint}</p>
+{body}</body>
 </html>
 """
 

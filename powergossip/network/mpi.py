@@ -199,47 +199,6 @@ def _wait_all(oversubscribed: bool, own: int) -> _WaitAll:
     return wait
 
 
-class _Persistent:
-    """Persistent requests: MPI prepares the messages once."""
-
-    def __init__(
-        self,
-        communicator: Any,
-        incoming: _Buffers,
-        outgoing: _Buffers,
-        tag: int,
-        wait_all: _WaitAll,
-    ):
-        from mpi4py import MPI
-
-        self._start_all, self._wait_all = MPI.Prequest.Startall, wait_all
-        self._others = {process for process, _ in (*incoming, *outgoing)}
-        self._test_all = MPI.Request.Testall
-        receive, send = communicator.Recv_init, communicator.Send_init
-        self._requests = [
-            *(receive([memory, MPI.BYTE], process, tag) for process, memory in incoming),
-            *(send([memory, MPI.BYTE], process, tag) for process, memory in outgoing),
-        ]
-        # At exit MPI frees them itself.
-        weakref.finalize(self, _free, self._requests).atexit = False
-
-    def start(self) -> None:
-        self._start_all(self._requests)
-
-    def test(self) -> bool:
-        return bool(self._test_all(self._requests))
-
-    def wait(self) -> None:
-        self._wait_all(self._requests, self._others)
-
-
-def _free(requests: list[Any]) -> None:
-    from mpi4py import MPI
-
-    for request in () if MPI.Is_finalized() else requests:
-        request.Free()
-
-
 class _Immediate:
     """Requests that are started once."""
 
@@ -259,19 +218,44 @@ class _Immediate:
         self._incoming, self._outgoing = incoming, outgoing
         self._others = {process for process, _ in (*incoming, *outgoing)}
 
-    def start(self) -> None:
+    def _made(self, receive: Callable[..., Any], send: Callable[..., Any]) -> list[Any]:
         byte, tag = self._byte, self._tag
-        receive, send = self._communicator.Irecv, self._communicator.Isend
-        self._requests = [
+        return [
             *(receive([memory, byte], process, tag) for process, memory in self._incoming),
             *(send([memory, byte], process, tag) for process, memory in self._outgoing),
         ]
+
+    def start(self) -> None:
+        self._requests = self._made(self._communicator.Irecv, self._communicator.Isend)
 
     def test(self) -> bool:
         return bool(self._test_all(self._requests))
 
     def wait(self) -> None:
         self._wait_all(self._requests, self._others)
+
+
+class _Persistent(_Immediate):
+    """Persistent requests: MPI prepares the messages once."""
+
+    def __init__(self, communicator: Any, *arguments: Any):
+        from mpi4py import MPI
+
+        super().__init__(communicator, *arguments)
+        self._start_all = MPI.Prequest.Startall
+        self._requests = self._made(communicator.Recv_init, communicator.Send_init)
+        # At exit MPI frees them itself.
+        weakref.finalize(self, _free, self._requests).atexit = False
+
+    def start(self) -> None:
+        self._start_all(self._requests)
+
+
+def _free(requests: list[Any]) -> None:
+    from mpi4py import MPI
+
+    for request in () if MPI.Is_finalized() else requests:
+        request.Free()
 
 
 class _AllReduce:

@@ -1,6 +1,8 @@
 """Checks of a training loop's parameters and gradients, and a common start of all workers."""
 
 import gc
+import hashlib
+import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -51,8 +53,8 @@ def clear_frozen_gradients(optimizer: torch.optim.Optimizer) -> None:
 
 
 def check_gradients(
-    names: Sequence[str],
     parameters: Sequence[Tensor],
+    names: Sequence[str] | None = None,
     *,
     required: bool,
     dtypes: Collection[torch.dtype] = (torch.float32,),
@@ -60,25 +62,27 @@ def check_gradients(
     """Return the gradients p.grad.
 
     Args:
+        names: Names in error messages, by default those of `named`.
         required: Whether a missing gradient is an error. Otherwise the result has the others only.
 
     Raises:
         ValueError: For a gradient that is sparse or of another dtype.
     """
     gradients = []
-    for name, parameter in zip(names, parameters, strict=True):
+    for index, parameter in enumerate(parameters):
         gradient = parameter.grad
         if gradient is None:
-            if required:
-                raise ValueError(f"{name} has no gradient; call backward first, or leave it out")
+            if not required:
+                continue
+            fault = "has no gradient; call backward first, or leave it out"
+        elif gradient.layout is not torch.strided:
+            fault = "has a sparse gradient; use sparse=False in its embedding layer"
+        elif gradient.dtype not in dtypes:
+            fault = f"has a gradient of {gradient.dtype}; use {listed(dtypes)}"
+        else:
+            gradients.append(gradient)
             continue
-        if gradient.layout is not torch.strided:
-            raise ValueError(
-                f"{name} has a sparse gradient; use sparse=False in its embedding layer"
-            )
-        if gradient.dtype not in dtypes:
-            raise ValueError(f"{name} has a gradient of {gradient.dtype}; use {listed(dtypes)}")
-        gradients.append(gradient)
+        raise ValueError(f"{(named(parameters)[0] if names is None else names)[index]} {fault}")
     return gradients
 
 
@@ -94,38 +98,37 @@ def check_optimizer(optimizer: torch.optim.Optimizer, parameters: Sequence[Tenso
         )
 
 
-def check_same_everywhere(processes: Processes, subject: str, fact: Any) -> None:
-    """Raise BadInput in all processes unless `fact` is equal in all."""
+def check_same_everywhere(processes: Processes, facts: Mapping[str, Any]) -> None:
+    """Raise BadInput in all processes unless these facts, by their names, are equal in all."""
     processes.check_same(
-        {subject: fact},
+        facts,
         "{key} differs between processes: {other} in process {process}, {first} in process 0; use "
         "the same in all",
     )
 
 
-def check_same_shapes_everywhere(
+def check_same_parameters(
     processes: Processes, parameters: Sequence[Tensor], first: int = 0
 ) -> None:
-    """Raise BadInput in all processes unless the shapes are equal in all. `first` is the index of
-    the first of these parameters in the optimizer."""
-    everywhere = processes.everywhere([tuple(p.shape) for p in parameters])
-    with processes.agreed():
-        for process, shapes in enumerate(everywhere):
-            check_shapes(shapes, everywhere[0], f"in process {process}", "in process 0", first)
+    """Raise BadInput in all processes unless the number, shapes and dtypes are equal in all, and
+    the same are frozen. `first` is the index of the first of them in the optimizer."""
+    facts: dict[str, Any] = {"the number of parameters": len(parameters)}
+    for index, parameter in enumerate(parameters, first):
+        kind = "frozen" if is_frozen(parameter) else str(parameter.dtype)
+        facts[f"parameter {index}"] = f"{kind} of shape {tuple(parameter.shape)}"
+    check_same_everywhere(processes, facts)
 
 
-def check_shapes(
-    shapes: Sequence[Any], expected: Sequence[Any], here: str, there: str, first: int = 0
-) -> None:
-    """Raise BadInput unless these lists of shapes, found `here` and `there`, are equal."""
+def check_shapes(shapes: Sequence[Any], expected: Sequence[Any]) -> None:
+    """Raise BadInput unless these lists of shapes, in a state and here, are equal."""
     if len(shapes) != len(expected):
         raise BadInput(
-            f"{len(shapes)} parameters {here}, {len(expected)} {there}; use the same model"
+            f"{len(shapes)} parameters in the state, {len(expected)} here; use the same model"
         )
-    for index, (shape, other) in enumerate(zip(shapes, expected, strict=True), first):
+    for index, (shape, other) in enumerate(zip(shapes, expected, strict=True)):
         if tuple(shape) != tuple(other):
             raise BadInput(
-                f"parameter {index} is of shape {tuple(shape)} {here}, {tuple(other)} {there}; "
+                f"parameter {index} is of shape {tuple(shape)} in the state, {tuple(other)} here; "
                 "use the same model"
             )
 
@@ -149,7 +152,7 @@ def broadcast_from_process_0(processes: Processes, tensors: Sequence[Tensor]) ->
     """Overwrite these tensors with those of process 0, in one message. Not counted."""
     if processes.size == 1:
         return
-    octets = [tensor.detach().cpu().reshape(-1).view(torch.uint8) for tensor in tensors]
+    octets = [*map(_octets, tensors)]
     flat = torch.cat(octets)
     processes.broadcast_array(flat.numpy())
     values = flat.split([len(o) for o in octets])
@@ -158,17 +161,52 @@ def broadcast_from_process_0(processes: Processes, tensors: Sequence[Tensor]) ->
             tensor.copy_(value.clone().view(tensor.dtype).view_as(tensor))
 
 
+def _octets(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().reshape(-1).view(torch.uint8)
+
+
+def _modules_of(parameters: Iterable[Tensor]) -> list[nn.Module]:
+    """The modules that have one of these parameters, in their submodules, too."""
+    own = {id(parameter) for parameter in parameters}
+    return [
+        module
+        for module in gc.get_objects()
+        if issubclass(type(module), nn.Module)
+        and "_modules" in module.__dict__  # nn.Module.__init__ was called
+        and any(id(parameter) in own for parameter in module.parameters())
+    ]
+
+
+def warn_of_buffers(processes: Processes, parameters: Sequence[Tensor]) -> None:
+    """Warn, in process 0, if a buffer in the modules of these parameters differs elsewhere."""
+    modules = _modules_of(parameters) if processes.size > 1 else []
+    inner = {id(child) for module in modules for child in module.children()}
+    digests: dict[str, set[bytes]] = {}
+    for module in modules:
+        for name, buffer in () if id(module) in inner else module.named_buffers():
+            if type(buffer) is Tensor and buffer.layout is torch.strided and not buffer.is_meta:
+                digest = hashlib.sha256(_octets(buffer).numpy().data).digest()
+                digests.setdefault(name, set()).add(digest)
+    everywhere = processes.everywhere(digests)
+    differing = [k for k, own in digests.items() if any(d.get(k, own) != own for d in everywhere)]
+    if differing and processes.rank == 0:
+        warnings.warn(
+            f'buffer "{differing[0]}" differs between processes, and is not made equal; if it '
+            "should be, call torch.manual_seed(0) before the model is made, or "
+            "model.load_state_dict(powergossip.network.processes().broadcast(model.state_dict()))",
+            stacklevel=2,
+        )
+
+
 def check_own_gradients(groups: Iterable[Mapping[str, Any]], n_workers: int) -> None:
     """Raise RuntimeError if DistributedDataParallel averages gradients over that many processes."""
     if n_workers == 1 or not dist.is_initialized():
         return
-    trained = {id(parameter) for group in groups for parameter in group["params"]}
-    for module in gc.get_objects():
+    for module in _modules_of(p for group in groups for p in group["params"]):
         if (
-            issubclass(type(module), DistributedDataParallel)
+            isinstance(module, DistributedDataParallel)
             and not module._comm_hooks
             and module.process_group.size() == n_workers
-            and any(id(parameter) in trained for parameter in module.parameters())
         ):
             raise RuntimeError(
                 "the model is in DistributedDataParallel, which averages the gradients of all "

@@ -95,7 +95,7 @@ class GossipState(Traffic):
             "GossipState", processes, self.method, trainable[0], averaging_only(), message_dtype
         )
         self.network = self._averaged.network
-        check_same_everywhere(processes, "local_steps", local_steps)
+        check_same_everywhere(processes, {"local_steps": local_steps})
         self._optimizer, self._local_steps, self._steps = optimizer, local_steps, 0
         self._known = self._parameters()
         self._averaged.add(self._known)

@@ -15,6 +15,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -110,12 +111,12 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
     The wrapped optimizer, `wrapped`, keeps its state, its parameter groups and its hooks. They are
     also this optimizer's, so that schedulers, GradScaler and code that sets learning rates work.
 
-    Construction moves the parameters into one buffer, where each has its own storage, and gives all
-    processes the values of process 0. Create it after the model is on its device. Values may be
-    assigned to p.data later; they are copied to the buffer. Construction, `step`, `add_param_group`
-    and `mean_model` are collective: all processes call them in the same order, with the same
-    parameters. Buffers of the model (running statistics) are not parameters and stay each worker's
-    own.
+    Construction moves the parameters into one buffer, where each has its own storage, and gives
+    those of all processes the values of process 0. Create it after the model is on its device.
+    Values may be assigned to p.data later; they are copied to the buffer. Construction, `step`,
+    `add_param_group` and `mean_model` are collective: all processes call them in the same order,
+    with the same parameters. Buffers of the model (running statistics) are not parameters and stay
+    each worker's own. Construction warns of buffers that differ.
 
     Parameters must be dense tensors on one device, in float32, bfloat16 or float16, or all in
     float64. Those in float64 are averaged and sent in float64, with 64 bits per element. Those in
@@ -223,7 +224,8 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
             if who.rank == 0:
                 self._learning.warn_of(self.method)
             trainable = trainable_of(optimizer, sharded=sharding is not None)
-        check_same_everywhere(who, "the learning rule", repr(self._learning))
+        of_all = {"the learning rule": repr(self._learning), "local_steps": local_steps}
+        check_same_everywhere(who, of_all | {"overlapping": overlapping})
         self._averaged = Averaged(
             "GossipOptimizer",
             who,
@@ -234,8 +236,6 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
             sharding,
         )
         self.network = self._averaged.network
-        check_same_everywhere(who, "local_steps", local_steps)
-        check_same_everywhere(who, "overlapping", overlapping)
         self._add([p for group in self.param_groups for p in group["params"]])
         own = weakref.ref(self)
         network.checked_barrier_at_exit(who, lambda: _steps_at_exit(own()))
@@ -325,12 +325,11 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
         return loss
 
     def _only_allocates(self) -> bool:
-        """Whether torch.distributed.checkpoint makes this step, to get or set a state: the first
-        one, with learning rates of 0 and all gradients 0. It is no step of gossip."""
-        if self.wrapped.state or any(group.get("lr", 1) for group in self.param_groups):
+        """Whether torch.distributed.checkpoint makes this step, to get or set a state, with
+        learning rates of 0 and all gradients 0. It is no step of gossip."""
+        if any(group.get("lr") for group in self.param_groups):
             return False
-        gradients = [p.grad for g in self.param_groups for p in g["params"] if p.requires_grad]
-        return all(g is not None and not memory(g).any() for g in gradients)
+        return any(frame.f_code.co_name == "_init_optim_state" for frame, _ in walk_stack(None))
 
     @not_compiled
     def correct_(self) -> None:
@@ -425,8 +424,8 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
 
     def _dense_gradients(self) -> list[Tensor]:
         """The gradients that exist. Raises ValueError for a sparse one."""
-        names, parameters = named(p for group in self.param_groups for p in group["params"])
-        return check_gradients(names, parameters, required=False, dtypes=DTYPES)
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        return check_gradients(parameters, required=False, dtypes=DTYPES)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters during training, in all processes at the same step.

@@ -18,11 +18,12 @@ from powergossip.optimizers.checks import (
     broadcast_from_process_0,
     check_owner,
     check_same_everywhere,
-    check_same_shapes_everywhere,
+    check_same_parameters,
     check_shapes,
     is_frozen,
     named,
     owner_of,
+    warn_of_buffers,
 )
 from powergossip.optimizers.gradients import Traffic
 from powergossip.optimizers.learning_rules import LearningRule, PartRule
@@ -203,9 +204,8 @@ class Averaged(Traffic):
         with processes.agreed():
             message_dtype_of(message_dtype, torch.float32)
             self.network = method.network(processes, like.device, working_dtype([like]))
-        check_same_everywhere(processes, "the method", method.facts())
-        check_same_everywhere(processes, "the graph", self.network.topology.fingerprint)
-        check_same_everywhere(processes, "message_dtype", message_dtype)
+        of_all = {"the method": method.facts(), "the graph": self.network.topology.fingerprint}
+        check_same_everywhere(processes, of_all | {"message_dtype": message_dtype})
         self.parts: list[_Part] = []
         self.frozen: list[Tensor] = []
         # A single process has no neighbors, but it may have the state of a learning rule.
@@ -245,11 +245,7 @@ class Averaged(Traffic):
         Raises:
             ValueError: In all processes. Everything is left unchanged then.
         """
-        check_same_shapes_everywhere(self.processes, parameters, first)
-        frozen = [i for i, p in enumerate(parameters, first) if is_frozen(p)]
-        check_same_everywhere(self.processes, "the list of frozen parameters", frozen)
-        dtypes = [str(p.dtype) for p in parameters if not is_frozen(p)]
-        check_same_everywhere(self.processes, "the dtype of parameters", dtypes)
+        check_same_parameters(self.processes, parameters, first)
         with self.processes.agreed():
             self._check_precision(parameters, first)
         trained = [p for p in parameters if p.numel() and not is_frozen(p)]
@@ -271,6 +267,7 @@ class Averaged(Traffic):
             self.frozen.extend(of_process_0)
             for parameter in of_process_0:  # one by one, since together they may be large
                 broadcast_from_process_0(self.processes, [memory(parameter)])
+            warn_of_buffers(self.processes, parameters)
         if self.sharding is not None:
             reshard_modules()
         if self._works:
@@ -515,7 +512,7 @@ def _check_state(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
             f"{len(now['shapes'])}; repeat the calls of add_param_group before loading"
         )
     for shapes, expected in zip(saved["shapes"], now["shapes"], strict=True):
-        check_shapes(shapes, expected, "in the state", "here")
+        check_shapes(shapes, expected)
 
 
 _STATE_KEYS = ("steps", "averaging", "network", "checksum")  # not facts

@@ -17,12 +17,13 @@ from powergossip.optimizers.checks import (
     check_optimizer,
     check_owner,
     check_same_everywhere,
-    check_same_shapes_everywhere,
+    check_same_parameters,
     clear_frozen_gradients,
     is_frozen,
     named,
     not_compiled,
     owner_of,
+    warn_of_buffers,
 )
 from powergossip.optimizers.precision import message_dtype_of, working_dtype
 from powergossip.optimizers.sharded_parameters import is_divided, memory, replicas
@@ -123,10 +124,8 @@ class Gradients:
         self.owner = owner_of(self.network.processes)
         if mesh is not None:
             self.owner |= {"n_shards": shards.size, "shard": shards.rank}
-        check_same_shapes_everywhere(comm, self.parameters)
-        check_same_everywhere(comm, "the list of frozen parameters", list(self._frozen))
-        dtypes_of_all = [str(parameter.dtype) for parameter in self.parameters]
-        check_same_everywhere(comm, "the dtype of parameters", dtypes_of_all)
+        check_same_parameters(comm, self.parameters)
+        check_same_everywhere(comm, {"the list of frozen parameters": [*self._frozen]})
         if mesh is not None:
             with comm.agreed():
                 self._leave_out_empty_blocks()
@@ -138,6 +137,7 @@ class Gradients:
         self.gradients = self._views(self.gradient)
         self.means = self._views(self.mean)
         broadcast_from_process_0(comm, [*map(memory, self.parameters)])
+        warn_of_buffers(comm, self.parameters)
         checked_barrier_at_exit(comm, lambda: None)
 
     def _views(self, flat: Tensor) -> list[Tensor]:
@@ -171,7 +171,7 @@ class Gradients:
         check_optimizer(optimizer, [*self.parameters, *self._without_rows])
         clear_frozen_gradients(optimizer)
         gradients = check_gradients(
-            self._names, self.parameters, required=True, dtypes=self._dtypes
+            self.parameters, self._names, required=True, dtypes=self._dtypes
         )
         return [*map(memory, gradients)]
 
@@ -215,8 +215,8 @@ class Aggregator(ABC):
         """
         clear_frozen_gradients(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        names, trained = named(p for p in parameters if not is_frozen(p))
-        return trained, check_gradients(names, trained, required=True, dtypes=FLOATING_POINT)
+        trained = [p for p in parameters if not is_frozen(p)]
+        return trained, check_gradients(trained, required=True, dtypes=FLOATING_POINT)
 
     def mean_of(self, parameters: Tensors, gradients: Tensors) -> list[Tensor] | None:
         """Return the mean of gradients and errors, keep the new errors, and change no gradient."""

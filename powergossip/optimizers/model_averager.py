@@ -117,10 +117,9 @@ class GossipModelAverager(ModelAverager):
                     f"method={self.method.name}: use it with GossipOptimizer or gossip_hook, which "
                     "rescale local updates; an averager does not see them"
                 )
-        check_same_everywhere(processes, "the method", self.method.facts())
-        check_same_everywhere(processes, "the graph", small_network.topology.fingerprint)
+        of_all = {"the method": self.method.facts(), "the periods": (period, warmup_steps)}
+        check_same_everywhere(processes, of_all | {"the graph": small_network.topology.fingerprint})
         self.period, self.warmup_steps = period, warmup_steps
-        check_same_everywhere(processes, "the periods", (period, warmup_steps))
         self._message_dtype = message_dtype
         self._averaged: Averaged | None = None  # since the first step of gossip
         self._added: list[list[Tensor]] = []  # trainable parameters that were added together

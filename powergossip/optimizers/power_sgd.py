@@ -91,7 +91,7 @@ class AllReduce(Aggregator):
         if self.network is None:
             self.network = network_of_all(self.processes, device)
         if self._flat is None or self._flat.dtype != dtype or self._sizes != sizes:
-            check_same_everywhere(self.processes, "the list of gradients", (str(dtype), sizes))
+            check_same_everywhere(self.processes, {"the list of gradients": (str(dtype), sizes)})
             self._flat = torch.empty(1, sum(sizes), device=device, dtype=dtype)
             self._sizes = sizes
         return self.network, self._flat

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from powergossip import checks
 from powergossip.network import Conversation, Gather, Message
+from powergossip.network.rows import Rows
 from powergossip.tensor_cache import TensorCache
 
 MESSAGE_DTYPES = ("float32", "parameter")
@@ -73,6 +74,11 @@ class Rounding:
     def _widened(self, message: Message, received: Any) -> Any:
         if isinstance(message, Gather) or message.tensor.dtype != torch.float32:
             return received
+        if isinstance(received, Rows):
+            return Rows(message.tensor, self._float(received.others), received.row)
+        return self._float(received)
+
+    def _float(self, received: Tensor) -> Tensor:
         return self._wide.get(received, torch.Tensor.float).copy_(received)
 
     def _empty(self, tensor: Tensor) -> Tensor:

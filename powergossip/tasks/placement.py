@@ -60,9 +60,3 @@ def _product(Wt: csr_array, W: csr_array, a: int) -> np.ndarray:
         entries = slice(W.indptr[Wt.indices[k]], W.indptr[Wt.indices[k] + 1])
         row[W.indices[entries]] += Wt.data[k] * W.data[entries]
     return row
-
-
-def heterogeneity(counts: np.ndarray, mixing: csr_array) -> np.ndarray:
-    """‖Σ_j w_ij h_j − h‖₂² of each worker: float64 [worker]. Arguments as of `mixed`."""
-    proportions = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
-    return ((mixing @ (proportions - proportions.mean(axis=0))) ** 2).sum(axis=1)

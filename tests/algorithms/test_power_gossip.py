@@ -13,7 +13,6 @@ from torch import Tensor
 from powergossip import algorithms, kernels, topologies
 from powergossip.algorithms import AveragingOptions, PlainGossip, PowerGossip
 from powergossip.algorithms.directions import Directions, EdgeConstants, matrix_sides
-from powergossip.algorithms.power_gossip_reference import PowerGossipReference
 from powergossip.network import Conversation, Network
 from powergossip.optimizers.precision import Rounding
 from powergossip.parameters import Layout
@@ -28,6 +27,7 @@ from tests.harness.averaging import (
     steps,
     variance,
 )
+from tests.harness.power_gossip_reference import PowerGossipReference
 
 
 def power_gossip(network: Network, layout: Layout, **options: object) -> PowerGossip:

@@ -16,6 +16,7 @@ Only the standard library is used, because stand-ins must start fast.
 
 import array
 import atexit
+import ctypes
 import gc
 import json
 import os
@@ -29,6 +30,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+PR_SET_PDEATHSIG = 1  # of Linux: the signal that a process gets when its parent ends
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -65,7 +67,8 @@ class Fork:
 
 
 def stand_in(server: str, *command: str) -> int:
-    """Run a fork in place of this process."""
+    """Run a fork in place of this process, which ends if mpirun or torchrun is killed."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     fork = Fork(server, list(command), os.getcwd(), dict(os.environ), (1, 2))
 
     def pass_on(number: int, _: object) -> None:
@@ -91,6 +94,8 @@ def serve(listener: socket.socket) -> dict[str, Any] | None:
         while True:
             for key, _ in events.select():
                 if key.fileobj is sys.stdin:
+                    for pid in waiting:
+                        _end(pid)
                     return None
                 if key.fileobj is listener:
                     connection, _ = listener.accept()
@@ -113,10 +118,7 @@ def serve(listener: socket.socket) -> dict[str, Any] | None:
                     if waiting.pop(key.data, None) is None:
                         continue  # both ended at the same time
                     events.unregister(key.fileobj)
-                    with suppress(ProcessLookupError):  # its session has not begun, or has ended
-                        os.killpg(key.data, signal.SIGKILL)
-                    with suppress(ProcessLookupError):
-                        os.kill(key.data, signal.SIGKILL)
+                    _end(key.data)
                 else:
                     pid, connection = key.data
                     _, status = os.waitpid(pid, 0)
@@ -126,6 +128,14 @@ def serve(listener: socket.socket) -> dict[str, Any] | None:
                         events.unregister(connection)
                         _answer(connection, status)
                     connection.close()
+
+
+def _end(pid: int) -> None:
+    """Kill a fork."""
+    with suppress(ProcessLookupError):  # its session has not begun, or has ended
+        os.killpg(pid, signal.SIGKILL)
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
 
 
 def _answer(connection: socket.socket, number: int) -> None:

@@ -6,6 +6,7 @@ Scripts are forked from a process that has imported what they need (tests/harnes
 imports, and of what a shell sees.
 """
 
+import ctypes
 import fcntl
 import functools
 import importlib.util
@@ -18,8 +19,9 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from tests.harness.forks import Fork
+from tests.harness.forks import PR_SET_PDEATHSIG, Fork
 
 ROOT = Path(__file__).parents[2]
 NOT_STARTED = "listener thread failed to start"  # of mpirun, on a busy machine: nothing has run
@@ -125,25 +127,28 @@ def python(
     return _fork(words, cwd, environment, timeout)
 
 
-def _run(command: list[str], cwd: Path, environment: dict[str, str], timeout: float) -> Completed:
-    with subprocess.Popen(
-        command,
-        cwd=cwd,
-        env=environment,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-    ) as program:
+@contextmanager
+def started(command: list[str], **options: Any) -> Iterator[subprocess.Popen[Any]]:
+    """A program in a session of its own, which ends after the block, and if the tests are killed.
+    The processes of mpirun end with it."""
+    end = functools.partial(ctypes.CDLL(None).prctl, PR_SET_PDEATHSIG, signal.SIGTERM)
+    options |= {"start_new_session": True, "preexec_fn": end}
+    with subprocess.Popen(command, **options) as program:
         try:
-            output, errors = program.communicate(timeout=timeout)
-        except BaseException:
-            program.terminate()  # mpirun then ends its processes, which a kill would leave behind
-            try:
-                program.communicate(timeout=10)
-            except subprocess.TimeoutExpired:
-                os.killpg(program.pid, signal.SIGKILL)
-            raise
+            yield program
+        finally:
+            if program.poll() is None:
+                program.terminate()  # mpirun ends its processes, which a kill would leave behind
+                try:
+                    program.communicate(timeout=10)
+                except subprocess.TimeoutExpired:
+                    os.killpg(program.pid, signal.SIGKILL)
+
+
+def _run(command: list[str], cwd: Path, environment: dict[str, str], timeout: float) -> Completed:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with started(command, cwd=cwd, env=environment, text=True, **pipes) as program:
+        output, errors = program.communicate(timeout=timeout)
     return subprocess.CompletedProcess(command, program.returncode, output, errors)
 
 

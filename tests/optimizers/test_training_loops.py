@@ -190,6 +190,19 @@ def test_a_loop_that_is_over_is_freed(name: str) -> None:
         assert all(parameter() is None for parameter in parameters)
 
 
+@pytest.mark.parallel([2])
+@pytest.mark.parametrize("name", ["gossip", "powersgd", "dgc", "ef-sgd", "signsgd"])
+def test_a_buffer_that_differs_is_named(name: str, recwarn: pytest.WarningsRecorder) -> None:
+    model = mlp(processes().rank)
+    model.append(nn.BatchNorm1d(3))
+    LOOPS[name](model, None)
+    assert not recwarn
+    model[1].register_buffer("frequencies", torch.randn(2))
+    LOOPS[name](nn.Sequential(model), None)
+    said = ["1.frequencies" in str(w.message) and "manual_seed" in str(w.message) for w in recwarn]
+    assert said == [True] * (processes().rank == 0)
+
+
 @pytest.mark.parallel([4])
 @pytest.mark.parametrize("name", LOOPS)
 def test_two_groups_train_independently(name: str) -> None:

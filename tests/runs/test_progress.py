@@ -70,23 +70,23 @@ def test_the_terminal_of_mpirun_has_a_bar_and_a_file_has_none(
     """mpirun forwards lines only: the bar appears while the program waits for that."""
     (tmp_path / "program.py").write_text(PROGRAM)
     main, other = pty.openpty()
-    with launch.one_mpirun_at_a_time(), (tmp_path / "log").open("w") as log:
-        program = subprocess.Popen(
+    with (
+        launch.one_mpirun_at_a_time(),
+        (tmp_path / "log").open("w") as log,
+        launch.started(
             ["mpirun", "-np", "1", sys.executable, "program.py"],
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=other if terminal else log,
             cwd=tmp_path,
             env={**os.environ, "PYTHONPATH": str(launch.ROOT)},
-        )
+        ) as program,
+    ):
         shown = b""
-        try:
-            while terminal and b"0/3" not in shown:
-                assert select.select([main], [], [], 60)[0], shown
-                shown += os.read(main, 4096)
-            program.communicate(b"go\n", timeout=60)
-        finally:
-            program.kill()
+        while terminal and b"0/3" not in shown:
+            assert select.select([main], [], [], 60)[0], shown
+            shown += os.read(main, 4096)
+        program.communicate(b"go\n", timeout=60)
     os.close(other)
     os.close(main)
     assert (tmp_path / "log").read_text() == "a line\n"

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 import train
 from powergossip import tasks, topologies
 from powergossip.network import Processes, processes
-from powergossip.tasks.placement import heterogeneity, mixed
+from powergossip.tasks.placement import mixed
 from powergossip.tasks.shards import Shards
 from powergossip.training.config_checks import checked
 from powergossip.training.trainer import Trainer
@@ -31,6 +31,12 @@ def sorted_counts(n: int, n_labels: int = 10) -> np.ndarray:
     """Label counts [shard, label] of data sorted by label."""
     labels = np.arange(60 * n * n_labels) * n_labels // (60 * n * n_labels)
     return np.stack([np.bincount(part, minlength=n_labels) for part in np.split(labels, n)])
+
+
+def heterogeneity(counts: np.ndarray, mixing: Any) -> Any:
+    """‖Σ_j w_ij h_j − h‖₂² of each worker: float64 [worker]. Arguments as of `mixed`."""
+    proportions = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
+    return ((mixing @ (proportions - proportions.mean(axis=0))) ** 2).sum(axis=1)
 
 
 @pytest.mark.parametrize("name", GRAPHS)

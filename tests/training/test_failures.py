@@ -332,24 +332,14 @@ def signaled(number: int, folder: Path, steps: int) -> tuple[int, str]:
     )
     command = ["mpirun", "-np", "2", sys.executable, "driver.py", *TINY]
     command += ["num_epochs=1000", "batch_size=2", "--output-dir", "run"]  # 359 steps an epoch
-    with launch.one_mpirun_at_a_time():
-        program = subprocess.Popen(
-            command,
-            cwd=folder,
-            env={**os.environ, "PYTHONPATH": str(launch.ROOT), "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        try:
-            while not (folder / "begun").exists():
-                assert program.poll() is None
-                time.sleep(0.02)
-            program.send_signal(number)
-            _, text = program.communicate(timeout=30)
-        finally:
-            program.kill()
+    options = {"cwd": folder, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    options["env"] = {**os.environ, "PYTHONPATH": str(launch.ROOT), "OMP_NUM_THREADS": "1"}
+    with launch.one_mpirun_at_a_time(), launch.started(command, **options) as program:
+        while not (folder / "begun").exists():
+            assert program.poll() is None
+            time.sleep(0.02)
+        program.send_signal(number)
+        _, text = program.communicate(timeout=30)
     return program.returncode, text
 
 
