@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from experiments.emulated import EmulatedRun
+from powergossip.atomic_files import write_atomically
 from powergossip.formatting import markdown, spread
 from powergossip.runner.runner import Experiment, Results, Run, Values
 from powergossip.runs import figures
-from powergossip.runs.atomic_files import write_atomically
 from powergossip.runs.metrics import last_values
 
 if TYPE_CHECKING:

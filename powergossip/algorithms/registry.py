@@ -206,8 +206,9 @@ def default_rate(
     rate: float | compressors.BySize | None = found.get("diffusion_rate")
     if name in _DEFAULT_RATES:
         compressor = _compressor(found, given or {})
-        chosen, ok = (given or {}).get("compressor"), not rates.diverges(topology, compressor)
-        checks.check("compressor", chosen or found["compressor"], ok, _on_undirected(topology))
+        chosen = (given or {}).get("compressor", found["compressor"])
+        ok = topology.biased or not rates.diverges(topology, compressor)  # `_unbiased` rejects it
+        checks.check("compressor", chosen, ok, _on_undirected(topology))
         rate = _DEFAULT_RATES[name](topology, layout, compressor, factor)
     lags = name in _DEFAULT_RATES and rates.is_directed(topology)
     return rates.at_most(rate, rates.STABLE * largest, lags)

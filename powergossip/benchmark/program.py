@@ -22,6 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 import train
 from powergossip import __version__, algorithms, compressors, options
 from powergossip.algorithms import aggregation
+from powergossip.atomic_files import write_atomically
 from powergossip.benchmark import data, entries, measuring
 from powergossip.benchmark.tasks import FINAL, OPTION, RESULT, TASKS, BenchmarkTask, Values
 from powergossip.errors import BadInput, Diverged
@@ -29,7 +30,6 @@ from powergossip.network import Network, Processes
 from powergossip.parameters import Layout
 from powergossip.runner.runner import circumstances
 from powergossip.runs import configuration, metrics
-from powergossip.runs.atomic_files import write_atomically
 from powergossip.training import trials
 from powergossip.training.config_checks import checked, shared_keys
 from powergossip.training.methods import check_method

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from powergossip.atomic_files import write_atomically
 from powergossip.benchmark import entries
 from powergossip.benchmark.comparison import LEVEL, Line, deviation, difference, quantile, same_data
 from powergossip.benchmark.entries import Entry
 from powergossip.benchmark.tasks import SEEDS, TASKS, TIERS, TRIES, BenchmarkTask
 from powergossip.errors import BadInput
-from powergossip.runs.atomic_files import write_atomically
 
 MEGABYTES = 0.02  # relative difference of repetitions whose messages depend on the data
 CAP = 3  # tolerances, of the value of one run

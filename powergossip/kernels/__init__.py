@@ -29,7 +29,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from powergossip.runs.atomic_files import scratch
+from powergossip.atomic_files import scratch
 
 Kernels = ctypes.CDLL
 
@@ -136,20 +136,20 @@ def _library(compiler: list[str]) -> Kernels:
                 return ctypes.CDLL(str(library))
             library.unlink(missing_ok=True)
         with scratch(folder) as place:
-            made = _compile(compiler, source, place)
+            made = build(compiler, source, place)
             # Processes may compile at the same time.
             library = folder / f"kernels-{key}-{_checksum(made.read_bytes())}.so"
             return ctypes.CDLL(str(made.replace(library)))
     except (OSError, RuntimeError):  # no place for a cache, or no home folder
         with tempfile.TemporaryDirectory() as temporary:
-            return ctypes.CDLL(str(_compile(compiler, source, Path(temporary))))
+            return ctypes.CDLL(str(build(compiler, source, Path(temporary))))
 
 
 def _checksum(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:16]
 
 
-def _compile(compiler: list[str], source: str, folder: Path) -> Path:
+def build(compiler: list[str], source: str, folder: Path) -> Path:
     made = folder / "kernels.so"
     command = [*compiler, *_FLAGS, "-x", "c", "-", "-o", str(made), "-lm"]
     subprocess.run(command, input=source.encode(), capture_output=True, check=True)

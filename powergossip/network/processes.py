@@ -215,6 +215,18 @@ class Processes:
     def broadcast_array(self, array: np.ndarray) -> None:
         """Overwrite a contiguous array with that of process 0."""
 
+    def broadcast_tensors(self, tensors: Sequence[Tensor]) -> None:
+        """Overwrite these tensors with those of process 0, in one message. Not counted."""
+        if self.size == 1:
+            return
+        octets = [tensor.detach().cpu().reshape(-1).view(torch.uint8) for tensor in tensors]
+        flat = torch.cat(octets)
+        self.broadcast_array(flat.numpy())
+        values = flat.split([len(o) for o in octets])
+        with torch.no_grad():
+            for tensor, value in zip(tensors, values, strict=True):
+                tensor.copy_(value.clone().view(tensor.dtype).view_as(tensor))
+
     def start_max(self, values: np.ndarray) -> Callable[[], np.ndarray]:
         """Start the elementwise maximum of an array over the processes. All of them call it.
 

@@ -10,7 +10,7 @@ from powergossip.formatting import listed
 INTERVAL = 30.0  # seconds until the first line. Each further one takes twice as long
 
 _now: "waiting | None" = None
-_thread: threading.Thread | None = None  # looks now and then whether the wait is the same
+watcher: threading.Thread | None = None  # looks now and then whether the wait is the same
 
 
 class waiting:
@@ -20,11 +20,11 @@ class waiting:
         self.own, self.others = own, others
 
     def __enter__(self) -> None:
-        global _now, _thread
+        global _now, watcher
         _now = self
-        if _thread is None:
-            _thread = threading.Thread(target=_watch, daemon=True)
-            _thread.start()
+        if watcher is None:
+            watcher = threading.Thread(target=_watch, daemon=True)
+            watcher.start()
 
     def __exit__(self, *_: object) -> None:
         global _now

@@ -1,7 +1,6 @@
 """Checks of a training loop's parameters and gradients, and a common start of all workers."""
 
 import gc
-import hashlib
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -16,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from powergossip.errors import BadInput
 from powergossip.network import Processes
 from powergossip.parameters import listed
+from powergossip.trees import sha256
 
 # A decorator of functions that communicate, which torch.compile then leaves as they are. The public
 # torch.compiler.disable imports torch._dynamo at once, which takes a second.
@@ -148,23 +148,6 @@ def check_owner(saved: Mapping[str, Any], owner: Mapping[str, int]) -> None:
             )
 
 
-def broadcast_from_process_0(processes: Processes, tensors: Sequence[Tensor]) -> None:
-    """Overwrite these tensors with those of process 0, in one message. Not counted."""
-    if processes.size == 1:
-        return
-    octets = [*map(_octets, tensors)]
-    flat = torch.cat(octets)
-    processes.broadcast_array(flat.numpy())
-    values = flat.split([len(o) for o in octets])
-    with torch.no_grad():
-        for tensor, value in zip(tensors, values, strict=True):
-            tensor.copy_(value.clone().view(tensor.dtype).view_as(tensor))
-
-
-def _octets(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().reshape(-1).view(torch.uint8)
-
-
 def _modules_of(parameters: Iterable[Tensor]) -> list[nn.Module]:
     """The modules that have one of these parameters, in their submodules, too."""
     own = {id(parameter) for parameter in parameters}
@@ -181,12 +164,11 @@ def warn_of_buffers(processes: Processes, parameters: Sequence[Tensor]) -> None:
     """Warn, in process 0, if a buffer in the modules of these parameters differs elsewhere."""
     modules = _modules_of(parameters) if processes.size > 1 else []
     inner = {id(child) for module in modules for child in module.children()}
-    digests: dict[str, set[bytes]] = {}
+    digests: dict[str, set[str]] = {}
     for module in modules:
         for name, buffer in () if id(module) in inner else module.named_buffers():
             if type(buffer) is Tensor and buffer.layout is torch.strided and not buffer.is_meta:
-                digest = hashlib.sha256(_octets(buffer).numpy().data).digest()
-                digests.setdefault(name, set()).add(digest)
+                digests.setdefault(name, set()).add(sha256(buffer))
     everywhere = processes.everywhere(digests)
     differing = [k for k, own in digests.items() if any(d.get(k, own) != own for d in everywhere)]
     if differing and processes.rank == 0:

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from powergossip.network import Conversation, Exchange, Processes, checked_barrier, together
 from powergossip.optimizers.checks import (
-    broadcast_from_process_0,
     check_owner,
     check_same_everywhere,
     check_same_parameters,
@@ -266,14 +265,14 @@ class Averaged(Traffic):
             of_process_0 = [p for p in parameters if is_frozen(p)]
             self.frozen.extend(of_process_0)
             for parameter in of_process_0:  # one by one, since together they may be large
-                broadcast_from_process_0(self.processes, [memory(parameter)])
+                self.processes.broadcast_tensors([memory(parameter)])
             warn_of_buffers(self.processes, parameters)
         if self.sharding is not None:
             reshard_modules()
         if self._works:
             for part in parts:
                 if move:
-                    broadcast_from_process_0(self.processes, [*map(memory, part.parameters)])
+                    self.processes.broadcast_tensors([*map(memory, part.parameters)])
                 part.allocate(move)
         self.parts += parts
         self.in_step = False

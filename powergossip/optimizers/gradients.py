@@ -12,7 +12,6 @@ from powergossip import topologies
 from powergossip.network import Network, Processes, checked_barrier_at_exit, processes_of
 from powergossip.optimizers.checks import (
     Params,
-    broadcast_from_process_0,
     check_gradients,
     check_optimizer,
     check_owner,
@@ -136,7 +135,7 @@ class Gradients:
         self.mean = torch.zeros_like(self.gradient)
         self.gradients = self._views(self.gradient)
         self.means = self._views(self.mean)
-        broadcast_from_process_0(comm, [*map(memory, self.parameters)])
+        comm.broadcast_tensors([*map(memory, self.parameters)])
         warn_of_buffers(comm, self.parameters)
         checked_barrier_at_exit(comm, lambda: None)
 

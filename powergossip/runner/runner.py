@@ -28,11 +28,11 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from powergossip.atomic_files import write_atomically
 from powergossip.errors import BadInput
 from powergossip.runner.jobs import Job, Launcher, last_output
 from powergossip.runner.launchers import LAUNCHERS, STOP
 from powergossip.runs import metrics
-from powergossip.runs.atomic_files import write_atomically
 
 if TYPE_CHECKING:
     from pandas import DataFrame

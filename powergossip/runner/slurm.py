@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from powergossip.atomic_files import write_atomically
 from powergossip.errors import BadInput
 from powergossip.runner.jobs import (
     SLURM,
@@ -34,7 +35,6 @@ from powergossip.runner.jobs import (
     mpirun_command,
     read,
 )
-from powergossip.runs.atomic_files import write_atomically
 
 # States of a job that has ended, unless Slurm requeues it.
 ENDED = {

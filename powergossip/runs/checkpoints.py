@@ -36,9 +36,9 @@ from typing import Any, BinaryIO, TypeVar
 import torch
 from torch import Tensor
 
+from powergossip.atomic_files import Drafts, sync_folder
 from powergossip.errors import BadInput, Dropped
 from powergossip.network import Processes
-from powergossip.runs.atomic_files import Drafts, sync_folder
 from powergossip.runs.files import CHECKPOINTS, INDEX
 from powergossip.trees import Tree, map_tensors
 

@@ -28,7 +28,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from powergossip.runs.atomic_files import naming
+from powergossip.atomic_files import naming
 
 if TYPE_CHECKING:
     from pandas import DataFrame, Series

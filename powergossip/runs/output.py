@@ -25,10 +25,10 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from powergossip.atomic_files import Drafts, clear_drafts
 from powergossip.checks import BadValue
 from powergossip.errors import BadInput, CannotWrite
 from powergossip.runs import checkpoints, configuration, metrics
-from powergossip.runs.atomic_files import Drafts, clear_drafts
 from powergossip.runs.files import CONFIG_FILE, DATE, DATED, FIGURE, INFO_FILE, SAMPLE
 from powergossip.runs.trackers import Resumed, Trackers
 

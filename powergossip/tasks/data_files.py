@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from powergossip.runs.atomic_files import scratch
+from powergossip.atomic_files import scratch
 
 SUMS = "SHA256SUMS"
 GZIP_MAGIC = b"\x1f\x8b"

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from powergossip.atomic_files import scratch
 from powergossip.checks import BadValue
-from powergossip.runs.atomic_files import scratch
 from powergossip.tasks import data_files
 from powergossip.tasks.documents import Documents
 from powergossip.tasks.task import Split, TaskOptions

@@ -58,10 +58,8 @@ def equalize(processes: Processes, models: Sequence[nn.Module]) -> str:
     seed. Returns a hash of the values."""
     first, *others = ([*model.parameters(), *model.buffers()] for model in models)
     if len({*processes.gather(sha256(*first))}) > 1:
-        from powergossip.optimizers.checks import broadcast_from_process_0
-
         for tensor in first:
-            broadcast_from_process_0(processes, [tensor])
+            processes.broadcast_tensors([tensor])
     with torch.no_grad():
         for tensors in others:
             for tensor, value in zip(tensors, first, strict=True):

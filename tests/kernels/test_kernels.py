@@ -309,7 +309,7 @@ def compiling(forgotten: pytest.MonkeyPatch, tmp_path: Path) -> bytes:
         (folder / "kernels.so").write_bytes(content)
         return folder / "kernels.so"
 
-    forgotten.setattr(kernels, "_compile", compiler)
+    forgotten.setattr(kernels, "build", compiler)
     forgotten.setenv("XDG_CACHE_HOME", str(tmp_path))
     kernels.compiled.cache_clear()
     return content

@@ -623,7 +623,7 @@ def test_a_process_that_waits_long_names_the_other(monkeypatch: pytest.MonkeyPat
     comm, network = processes(), Network(topologies.make("ring", 2))
     folder = Path(comm.broadcast(tempfile.mkdtemp() if comm.rank == 0 else ""))
     monkeypatch.setattr(standstill, "INTERVAL", 0.05)
-    monkeypatch.setattr(standstill, "_thread", None)
+    monkeypatch.setattr(standstill, "watcher", None)
 
     def said(line: str, **_: object) -> None:
         (folder / f"{place}-{line.partition(' for ')[0]}").touch()

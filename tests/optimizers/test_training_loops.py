@@ -283,7 +283,8 @@ class Whole(Aggregator):
 
     def aggregate(self, gradients: Any) -> list[Tensor]:
         means = [gradient.mul(16).round().div(16) for gradient in gradients]
-        torch._foreach_sub_(gradients, means)
+        for gradient, mean in zip(gradients, means, strict=True):
+            gradient.sub_(mean)
         return means
 
 

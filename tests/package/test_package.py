@@ -41,6 +41,7 @@ TOP_LEVEL = {"algorithms", "compressors", "gossip_run", "topologies", "train"}
 
 # Below each part of the package: the parts that it may import, besides itself.
 BASE = {
+    "atomic_files",
     "checks",
     "errors",
     "exits",
@@ -77,7 +78,7 @@ MAY_IMPORT = {
     "compare": RUNS | {"runs"},
     "consensus": RUNS | {"events", "runs"},
     "prediction": RUNS | {"runs", "tasks"},
-    "runner": BASE | {"runs"},
+    "runner": BASE | {"runs", "tasks", "training"},
     "benchmark": RUNS | {"compare", "prediction", "runner", "runs", "tasks", "training"},
 }
 MODULES = {file.relative_to(PACKAGE).as_posix(): file for file in PACKAGE.rglob("*.py")}
@@ -117,6 +118,7 @@ PRIVATE = {
     "tests/conftest.py": {"_tw", "_file"},  # of pytest's reporter
     "tests/harness/fake_device.py": {"_fused_sgd_"},  # of torch
     "tests/harness/forks.py": {"_shutdown", "_run_exitfuncs", "_exit"},  # as Python ends
+    "tests/kernels/test_kernels.py": {"_name"},  # of a library of ctypes
     "tests/runs/test_returning.py": {"_exit"},
 }
 BY_TEXT = {"setattr", "getattr", "delattr", "object"}  # monkeypatch's, patch.object

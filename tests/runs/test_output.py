@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from powergossip import trees
+from powergossip.atomic_files import Drafts
 from powergossip.errors import BadInput, CannotWrite, Dropped
 from powergossip.network import Processes
-from powergossip.runs.atomic_files import Drafts
 from powergossip.runs.checkpoints import Checkpoints
 from powergossip.runs.files import FIGURE
 from powergossip.runs.metrics import FILE
