@@ -173,13 +173,8 @@ class GossipState(Traffic):
         Each worker's own parameters are restored at the end. Collective. The messages are not
         counted. A step of the optimizer raises RuntimeError inside.
         """
-        if self._averaged.in_mean:
-            raise RuntimeError(
-                "mean_model() inside mean_model(): the parameters are the mean already"
-            )
         self.finish()
-        network.checked_barrier(self._averaged.processes, "mean_model()", self._steps)
-        with self._averaged.mean():
+        with self._averaged.mean(self._steps):
             yield
 
     def state_dict(self) -> dict[str, Any]:

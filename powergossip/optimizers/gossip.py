@@ -487,13 +487,7 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
         counted. `step` raises RuntimeError inside.
         """
         self._check_between_steps("mean_model()")
-        if self._averaged.in_mean:
-            raise RuntimeError(
-                "mean_model() inside mean_model(): the parameters are the mean already"
-            )
-        self._averaged.receive()
-        network.checked_barrier(self._averaged.processes, "mean_model()", self._steps)
-        with self._averaged.mean():
+        with self._averaged.mean(self._steps):
             yield
 
     # State.

@@ -397,11 +397,17 @@ class Averaged(Traffic):
     # --- The mean model ---
 
     @contextmanager
-    def mean(self) -> Iterator[None]:
+    def mean(self, step: int) -> Iterator[None]:
         """A context in which the parameters are the mean over all workers. Collective, not counted.
 
-        Each worker's own parameters are restored at the end.
+        Each worker's own parameters are restored at the end. Raises RuntimeError inside another.
         """
+        if self.in_mean:
+            raise RuntimeError(
+                "mean_model() inside mean_model(): the parameters are the mean already"
+            )
+        self.receive()
+        checked_barrier(self.processes, "mean_model()", step)
         for part in self._active:
             part.reclaim(self.owner)
             part.load()

@@ -250,8 +250,7 @@ class GossipModelAverager(ModelAverager):
                 "mean_model() before the first step of gossip, or inside mean_model(); call it "
                 "after average_parameters has averaged"
             )
-        network.checked_barrier(self._processes, "mean_model()", self.step)
-        with self._averaged.mean():
+        with self._averaged.mean(self.step):
             yield
 
     # --- State ---

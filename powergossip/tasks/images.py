@@ -341,15 +341,7 @@ class ImageClassification:
 
     def label_counts(self, epoch: int = 0) -> Tensor:
         """Number of samples per worker and label in an epoch: int64 [worker, label]."""
-        labels = self._labels["train"]
-        return torch.stack(
-            [
-                torch.bincount(
-                    labels[self._shards.indices(worker, epoch)], minlength=self._n_labels
-                )
-                for worker in range(self._options.n_workers)
-            ]
-        ).cpu()
+        return self._shards.label_counts(self._labels["train"], self._n_labels, epoch)
 
     def _normalize(self, pixels: Tensor) -> Tensor:
         """uint8 [sample, row, column, channel] → float32 [sample, channel, row, column].

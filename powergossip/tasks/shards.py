@@ -109,6 +109,11 @@ class Shards:
         order, starts = self._order(epoch, lost)
         return order[starts[worker] : starts[worker + 1]]
 
+    def label_counts(self, labels: Tensor, n_labels: int, epoch: int) -> Tensor:
+        """Number of samples per worker and label in an epoch: int64 [worker, label]."""
+        shards = (labels[self.indices(worker, epoch)] for worker in range(len(self._bounds) - 1))
+        return torch.stack([torch.bincount(shard, minlength=n_labels) for shard in shards]).cpu()
+
     def of_batches(self, workers: range, epoch: int, step: int, size: int) -> Tensor | None:
         """The samples of the workers' batches of this size: int64 [worker, sample].
 

@@ -229,15 +229,7 @@ class DatasetTask:
         """
         if self._labels is None:
             return None
-        n_labels = int(self._labels.max()) + 1
-        return torch.stack(
-            [
-                torch.bincount(
-                    self._labels[self._shards.indices(worker, epoch)], minlength=n_labels
-                )
-                for worker in range(self._options.n_workers)
-            ]
-        )
+        return self._shards.label_counts(self._labels, int(self._labels.max()) + 1, epoch)
 
     def batch(self, worker: int, epoch: int, step: int, lost: frozenset[int] = NOBODY) -> Any:
         """The batch of a worker at a step of an epoch, 0 ≤ step < steps_per_epoch.

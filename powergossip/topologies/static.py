@@ -318,14 +318,10 @@ def watts_strogatz(
     check_degree(n_workers, degree)
     import networkx as nx
 
-    return of_edges(
-        name,
-        n_workers,
-        _connected_sample(
-            name, seed, lambda seed: nx.watts_strogatz_graph(n_workers, degree, rewiring, seed)
-        ),
-        weights,
-    )
+    def sample(seed: int) -> "Graph[Any]":
+        return nx.watts_strogatz_graph(n_workers, degree, rewiring, seed)
+
+    return _connected(name, n_workers, seed, weights, sample)
 
 
 def random_regular(
@@ -355,14 +351,10 @@ def random_regular(
     check_degree(n_workers, degree)
     import networkx as nx
 
-    return of_edges(
-        name,
-        n_workers,
-        _connected_sample(
-            name, seed, lambda seed: nx.random_regular_graph(degree, n_workers, seed)
-        ),
-        weights,
-    )
+    def sample(seed: int) -> "Graph[Any]":
+        return nx.random_regular_graph(degree, n_workers, seed)
+
+    return _connected(name, n_workers, seed, weights, sample)
 
 
 UNDIRECTED: dict[str, Callable[..., Topology]] = {  # static, symmetric weights
@@ -392,17 +384,17 @@ def circulant(n_workers: int, hops: Sequence[int], weight: float | None = None) 
     return Round(csr_array((values, (row, column)), shape=(n_workers,) * 2))
 
 
-def _connected_sample(
-    name: str, seed: int, sample: Callable[[int], "Graph[Any]"]
-) -> list[list[int]]:
-    """The edges of the first connected graph of 100 samples with derived seeds."""
+def _connected(
+    name: str, n_workers: int, seed: int, weights: Weights, sample: Callable[[int], "Graph[Any]"]
+) -> Topology:
+    """The topology of the first connected graph of 100 samples with derived seeds."""
     import networkx as nx
 
     for attempt in range(100):
         derived = int(randomness.generator(seed, f"topology {name}", attempt).integers(2**32))
         sampled = sample(derived)
         if nx.is_connected(sampled):
-            return [list(edge) for edge in sampled.edges()]
+            return of_edges(name, n_workers, [list(edge) for edge in sampled.edges()], weights)
     raise ValueError(
         f'topology "{name}": none of 100 random graphs is connected; use a larger degree'
     )
