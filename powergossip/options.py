@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
+from powergossip import checks
+
 Builder = Callable[..., Any]
 Registry = Mapping[str, Builder]
 
@@ -82,13 +84,17 @@ def takes_all(row: Builder) -> bool:
     return bool(required) and required[-1] == "options"
 
 
-def check(name: str, given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
-    """Raise ValueError for a given option that the method `name` does not have."""
+def check(name: str, given: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the given options, with numbers of numpy as Python's.
+
+    Raises ValueError for one that the method `name` does not have.
+    """
     for option, value in given.items():
         if option not in known:
             accepted = f"use {', '.join(known)}" if known else "it has none"
             accepted += colon_hint([option])
             raise ValueError(f"{option}={value}: {name} has no such option; {accepted}")
+    return {option: checks.plain(value) for option, value in given.items()}
 
 
 def colon_hint(names: Iterable[str]) -> str:

@@ -72,6 +72,7 @@ def keys(seed: int, purpose: str, ids: Iterable[tuple[int, ...]]) -> Tensor:
     """
     listed = list(ids)
     of_ids = np.array(listed, dtype=np.uint32).reshape(len(listed), -1 if listed else 0)
+    seed = int(seed)
     of_seed = [seed >> bit & 0xFFFFFFFF for bit in range(0, max(128, seed.bit_length()), 32)]
     common = [np.array([word], dtype=np.uint32) for word in (*of_seed, _word(purpose))]
     words = [*common, *of_ids.T]  # each [1] or [key]

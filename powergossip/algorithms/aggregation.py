@@ -160,8 +160,8 @@ def make(name: str, network: Network, layout: Layout, **given: Any) -> Aggregati
     Raises ValueError for an unknown name, an option that it does not have, or a bad value.
     """
     row = options.find(AGGREGATIONS, "aggregation", name)
-    options.check(name, given, options.defaults(row, given, compressor=compressors.COMPRESSORS))
-    aggregation: Aggregation = row(network, layout, **given)
+    known = options.defaults(row, given, compressor=compressors.COMPRESSORS)
+    aggregation: Aggregation = row(network, layout, **options.check(name, given, known))
     for attribute in vars(Aggregation):
         if not attribute.startswith("_") and not hasattr(aggregation, attribute):
             raise TypeError(

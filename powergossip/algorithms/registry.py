@@ -271,7 +271,7 @@ def make(
     known = _options.defaults(row, given, compressor=compressors.COMPRESSORS)
     if options is not None:
         given = {option: value for option, value in given.items() if option in known}
-    _options.check(name, given, known)
+    given = _options.check(name, given, known)
     return _unbiased(name, network, row(network, layout, **given))
 
 

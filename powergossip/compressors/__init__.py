@@ -137,8 +137,7 @@ def make(name: str, options: CompressorOptions | None = None, **given: Any) -> C
     known = _options.defaults(row)
     if options is not None:
         given = {option: value for option, value in options.given.items() if option in known}
-    _options.check(name, given, known)
-    built = row(**given)
+    built = row(**_options.check(name, given, known))
     for method in ("fields", "compress", "decompress"):
         if not callable(getattr(built, method, None)):
             raise TypeError(f"compressor {name} has no method {method}; see compressors.Compressor")

@@ -435,7 +435,7 @@ def fraction(ratio: float, entries: int) -> int:
 def _check_size(keep_ratio: float, rank: int | None) -> None:
     ok = checks.is_finite(keep_ratio) and 0 < keep_ratio <= 1
     checks.check("keep_ratio", keep_ratio, ok, "a fraction above 0, at most 1")
-    ok = rank is None or (isinstance(rank, int) and rank >= 1)
+    ok = rank is None or (isinstance(checks.plain(rank), int) and rank >= 1)
     checks.check("rank", rank, ok, "1 or more, or None")
     ok = rank is None or keep_ratio == _KEEP_RATIO
     checks.check("keep_ratio", keep_ratio, ok, f"either a ratio or a rank, not both (rank={rank})")

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from powergossip import network
+from powergossip import checks, network
 from powergossip.optimizers.checks import check_same_everywhere, not_compiled
 from powergossip.optimizers.gossip import check_wrappable
 from powergossip.optimizers.gossip_engine import Averaged, trainable_of
@@ -85,7 +85,7 @@ class GossipState(Traffic):
         process_group: Any = None,
         **options: Any,
     ):
-        processes = network.processes_of(process_group)
+        processes, local_steps = network.processes_of(process_group), checks.plain(local_steps)
         with processes.agreed():
             check_wrappable(optimizer, local_steps)
             self.method = as_method(method, options)

@@ -57,6 +57,7 @@ class LearningRule:
         max_norm: float | None = None,
     ):
         checks.one_of("learning", name, learning.LEARNING)
+        max_norm = checks.plain(max_norm)
         check_type("learning_options", given, Mapping)
         self._wrapped, self.name, self._local_optimizer = wrapped, name, "sgd"
         found, own = learning.rule(name), dict(given)
@@ -67,7 +68,7 @@ class LearningRule:
         self.works_alone = found.owns_momentum or found.keeps_slow
         known = learning.options(name, self._local_optimizer)
         defaults = {option: known[option] for option in known if option not in _KEYWORDS}
-        _options.check(f"learning={name}", own, defaults)
+        own = _options.check(f"learning={name}", own, defaults)
         for option, value in own.items():
             if option in _CHECKED_BY_RULES:
                 continue

@@ -7,6 +7,7 @@ import copy
 import pickle
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,9 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-from powergossip import algorithms, topologies
+from powergossip import algorithms, compressors, topologies
+from powergossip import options as _options
+from powergossip.algorithms import learning
 from powergossip.errors import BadInput
 from powergossip.network import Network, processes
 from powergossip.optimizers import GossipOptimizer, gossip, gossip_engine
@@ -1181,22 +1184,59 @@ def test_added_groups_of_equal_shapes_draw_different_directions() -> None:
         assert (one - other).abs().max() > 1e-3
 
 
-NUMPY: dict[str, Callable[[Any], Any]] = {
-    "rank": lambda i: wrapped(OPTIMIZERS["sgd"], "power-gossip", rank=i, processes=ALONE),
-    "seed": lambda i: wrapped(OPTIMIZERS["sgd"], "dpsgd", seed=i, processes=ALONE),
-    "rate": lambda i: wrapped(OPTIMIZERS["sgd"], "dpsgd", diffusion_rate=i / 4, processes=ALONE),
-    "local_steps": lambda i: wrapped(OPTIMIZERS["sgd"], "dpsgd", local_steps=i, processes=ALONE),
-    "degree": lambda i: topologies.make("random-regular", 6, options={"degree": i}),
+def gossip_with(method: str = "dpsgd", **options: Any) -> str:
+    """A description of an optimizer."""
+    _, optimizer = wrapped(OPTIMIZERS["sgd"], method, processes=ALONE, **options)
+    return f"{optimizer} {optimizer.state_dict()}"
+
+
+def learning_with(name: str, **options: Any) -> str:
+    keywords = {k: options.pop(k) for k in ("local_steps", "max_norm") if k in options}
+    options.pop("overlapping", None)
+    method = "choco" if name in ("motef", "beer") else "dpsgd"
+    return gossip_with(method, learning=name, learning_options=options, **keywords)
+
+
+def averaging_with(name: str, **options: Any) -> str:
+    network = Network(topologies.make("ring", N), ALONE, torch.device("cpu"))
+    made = algorithms.make(name, network, Layout([(3, 4), (5,)]), **options)
+    return gossip_with(name, **options) + str(made.state_dict())
+
+
+def topology_with(name: str, **given: Any) -> str:
+    n, seed = given.pop("n", 32), given.pop("seed", 1)
+    return topologies.make(name, n, seed=seed, options=given).fingerprint
+
+
+# A description of what rows make with options, and the options.
+NUMPY: dict[str, tuple[Callable[..., object], dict[str, Any]]] = {
+    "gossip": (gossip_with, {"local_steps": 2, "seed": 3}),
+    **{n: (partial(averaging_with, n), algorithms.defaults(n)) for n in algorithms.AVERAGING},
+    **{
+        f"learning={name}": (
+            partial(learning_with, name),
+            {"max_norm": 0.5 if rule.clips else None, **learning.options(name)},
+        )
+        for name, rule in learning.LEARNING.items()
+        if not rule.relays  # over a tree
+    },
+    **{
+        name: (lambda n=name, **given: repr(compressors.make(n, **given)), _options.defaults(row))
+        for name, row in compressors.COMPRESSORS.items()
+    },
+    **{
+        name: (partial(topology_with, name), {"n": 32, "seed": 1, **_options.defaults(row)})
+        for name, row in topologies.TOPOLOGIES.items()
+    },
 }
 
 
 @pytest.mark.parametrize("name", NUMPY)
 def test_numbers_of_numpy_are_numbers(name: str) -> None:
-    for two in (np.int64(2), np.uint8(2)):
-        made, expected = NUMPY[name](two), NUMPY[name](2)
-        if isinstance(made, tuple):
-            states = [str(optimizer.state_dict()) for _, optimizer in (made, expected)]
-            assert states[0] == states[1]
+    make, known = NUMPY[name]
+    for kinds in ({int: np.int64, float: np.float64, bool: np.bool_}, {float: np.float32}):
+        given = {k: kinds[type(v)](v) for k, v in known.items() if type(v) in kinds}
+        assert make(**given) == make(**{option: value.item() for option, value in given.items()})
 
 
 @pytest.mark.parallel([4])
