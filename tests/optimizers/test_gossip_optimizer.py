@@ -25,9 +25,10 @@ from torch.distributed.checkpoint.state_dict import (
 from powergossip import algorithms, compressors, topologies
 from powergossip import options as _options
 from powergossip.algorithms import learning
+from powergossip.compressors import QSGD
 from powergossip.errors import BadInput
 from powergossip.network import Network, processes
-from powergossip.optimizers import GossipOptimizer, gossip, gossip_engine
+from powergossip.optimizers import DGC, DGCConfig, GossipOptimizer, gossip, gossip_engine
 from powergossip.optimizers.gossip import Specification
 from powergossip.parameters import Layout
 from tests.harness import launch
@@ -1169,6 +1170,11 @@ def averaging_with(name: str, **options: Any) -> str:
     return gossip_with(name, **options) + str(made.state_dict())
 
 
+def dgc_with(**options: Any) -> str:
+    made = DGC(mlp().parameters(), DGCConfig(**options), process_group=ALONE)
+    return str(made.state_dict())
+
+
 def topology_with(name: str, **given: Any) -> str:
     n, seed = given.pop("n", 32), given.pop("seed", 1)
     return topologies.make(name, n, seed=seed, options=given).fingerprint
@@ -1177,6 +1183,8 @@ def topology_with(name: str, **given: Any) -> str:
 # A description of what rows make with options, and the options.
 NUMPY: dict[str, tuple[Callable[..., object], dict[str, Any]]] = {
     "gossip": (gossip_with, {"local_steps": 2, "seed": 3}),
+    "dgc": (dgc_with, {"compress_ratio": 0.1, "seed": 3}),
+    "a compressor as an object": (lambda **o: compressors.size(QSGD(**o), 3, 4), {"levels": 4}),
     **{n: (partial(averaging_with, n), algorithms.defaults(n)) for n in algorithms.AVERAGING},
     **{
         f"learning={name}": (
