@@ -1183,6 +1183,10 @@ def topology_with(name: str, **given: Any) -> str:
 # A description of what rows make with options, and the options.
 NUMPY: dict[str, tuple[Callable[..., object], dict[str, Any]]] = {
     "gossip": (gossip_with, {"local_steps": 2, "seed": 3}),
+    "topology_options": (
+        lambda **o: gossip_with(topology="random-matching", topology_options=o),
+        {"period": 3},
+    ),
     "dgc": (dgc_with, {"compress_ratio": 0.1, "seed": 3}),
     "a compressor as an object": (lambda **o: compressors.size(QSGD(**o), 3, 4), {"levels": 4}),
     **{n: (partial(averaging_with, n), algorithms.defaults(n)) for n in algorithms.AVERAGING},
@@ -1219,6 +1223,7 @@ def test_topologies_are_also_objects_and_paths(tmp_path: Path) -> None:
     own.write_text("0 1\n1 2\n2 3\n3 0\n")
     file = processes().broadcast(own)
     found = []
+    topologies.make("round-robin", 4, options={"graph": file})
     for topology in ("ring", nx.cycle_graph(4), topologies.make("ring", 4), file):
         model, optimizer = wrapped(OPTIMIZERS["sgd"], "dpsgd", topology=topology)
         run(model, optimizer, range(2))
