@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
+from pathlib import Path
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -32,7 +33,9 @@ class BadValue(ValueError):
 
 
 def plain(value: Any) -> Any:
-    """A number of numpy as Python's, which states and files can have. Other values stay."""
+    """A number of numpy as Python's, a path as a string, which states can have. Others stay."""
+    if isinstance(value, Path):
+        return str(value)
     return value.item() if isinstance(value, np.generic) else value
 
 

@@ -26,7 +26,7 @@ class Levels:
     @property
     def bits(self) -> int:
         """Bits per level: ⌈log₂ count⌉."""
-        return (self.count - 1).bit_length()
+        return int(self.count - 1).bit_length()
 
 
 class Field(NamedTuple):

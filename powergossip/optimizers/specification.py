@@ -52,8 +52,9 @@ class Specification:
         row = _options.find(algorithms.AVERAGING, "algorithm", name)
         self.name, self.seed = name, checks.plain(seed)
         self.topology = topology if topologies.is_graph(topology) else topologies.name_of(topology)
-        self.topology_options = {} if topology_options is None else topology_options
-        check_type("topology_options", self.topology_options, Mapping)
+        of_topology = {} if topology_options is None else topology_options
+        check_type("topology_options", of_topology, Mapping)
+        self.topology_options = {key: checks.plain(value) for key, value in of_topology.items()}
         check_type("seed", self.seed, int)
         options = {option: checks.plain(value) for option, value in options.items()}
         self.given = options

@@ -26,9 +26,10 @@ from torch.distributed.checkpoint.state_dict import (
 from powergossip import algorithms, compressors, topologies
 from powergossip import options as _options
 from powergossip.algorithms import learning
+from powergossip.compressors import QSGD
 from powergossip.errors import BadInput
 from powergossip.network import Network, processes
-from powergossip.optimizers import GossipOptimizer, gossip, gossip_engine
+from powergossip.optimizers import DGC, DGCConfig, GossipOptimizer, gossip, gossip_engine
 from powergossip.optimizers.gossip import Specification
 from powergossip.parameters import Layout
 from tests.harness import launch
@@ -1203,6 +1204,11 @@ def averaging_with(name: str, **options: Any) -> str:
     return gossip_with(name, **options) + str(made.state_dict())
 
 
+def dgc_with(**options: Any) -> str:
+    made = DGC(mlp().parameters(), DGCConfig(**options), process_group=ALONE)
+    return str(made.state_dict())
+
+
 def topology_with(name: str, **given: Any) -> str:
     n, seed = given.pop("n", 32), given.pop("seed", 1)
     return topologies.make(name, n, seed=seed, options=given).fingerprint
@@ -1211,6 +1217,12 @@ def topology_with(name: str, **given: Any) -> str:
 # A description of what rows make with options, and the options.
 NUMPY: dict[str, tuple[Callable[..., object], dict[str, Any]]] = {
     "gossip": (gossip_with, {"local_steps": 2, "seed": 3}),
+    "topology_options": (
+        lambda **o: gossip_with(topology="random-matching", topology_options=o),
+        {"period": 3},
+    ),
+    "dgc": (dgc_with, {"compress_ratio": 0.1, "seed": 3}),
+    "a compressor as an object": (lambda **o: compressors.size(QSGD(**o), 3, 4), {"levels": 4}),
     **{n: (partial(averaging_with, n), algorithms.defaults(n)) for n in algorithms.AVERAGING},
     **{
         f"learning={name}": (
@@ -1245,6 +1257,7 @@ def test_topologies_are_also_objects_and_paths(tmp_path: Path) -> None:
     own.write_text("0 1\n1 2\n2 3\n3 0\n")
     file = processes().broadcast(own)
     found = []
+    topologies.make("round-robin", 4, options={"graph": file})
     for topology in ("ring", nx.cycle_graph(4), topologies.make("ring", 4), file):
         model, optimizer = wrapped(OPTIMIZERS["sgd"], "dpsgd", topology=topology)
         run(model, optimizer, range(2))

@@ -96,7 +96,7 @@ class DGCAggregation:
     def _set_fraction(self, fraction: float) -> None:
         if fraction == self._fraction:
             return
-        self._fraction = fraction
+        self._fraction = float(fraction)
         self._selectors = [Selector(size, fraction, self._config) for _, size in self._tensors]
 
     @property
