@@ -24,7 +24,27 @@ _KEEP_RATIO = 0.01  # by default
 
 
 @dataclass(frozen=True)
-class TopK:
+class _OfEntries:
+    """A compressor that keeps a fraction of a matrix' entries, or as many as a rank has."""
+
+    divides: ClassVar[str] = "whole"
+
+    keep_ratio: float = _KEEP_RATIO
+    rank: int | None = None
+
+    def __post_init__(self) -> None:
+        keep_ratio, rank = self.keep_ratio, self.rank
+        ok = checks.is_finite(keep_ratio) and 0 < keep_ratio <= 1
+        checks.check("keep_ratio", keep_ratio, ok, "a fraction above 0, at most 1")
+        ok = rank is None or (isinstance(checks.plain(rank), int) and rank >= 1)
+        checks.check("rank", rank, ok, "1 or more, or None")
+        ok = rank is None or keep_ratio == _KEEP_RATIO
+        accepted = f"either a ratio or a rank, not both (rank={rank})"
+        checks.check("keep_ratio", keep_ratio, ok, accepted)
+
+
+@dataclass(frozen=True)
+class TopK(_OfEntries):
     """C(v) = the K entries of v with the largest magnitudes, 0 elsewhere.
 
     Message: K floats, the values, then their K positions in the matrix, row by row, as unsigned
@@ -47,14 +67,6 @@ class TopK:
     Raises:
         ValueError: For keep_ratio outside (0, 1], a rank below 1, or both.
     """
-
-    divides: ClassVar[str] = "whole"
-
-    keep_ratio: float = _KEEP_RATIO
-    rank: int | None = None
-
-    def __post_init__(self) -> None:
-        _check_size(self.keep_ratio, self.rank)
 
     def stable_rate(self, rows: int, columns: int) -> float:
         """K/N. An entry is sent every N/K steps, during which its copies stay as they are."""
@@ -140,7 +152,7 @@ def _largest(a: Tensor, count: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _AtSharedPositions(ABC):
+class _AtSharedPositions(_OfEntries, ABC):
     """C(v) = K entries of v at positions shared by all workers and not sent, 0 elsewhere.
 
     Args:
@@ -152,13 +164,6 @@ class _AtSharedPositions(ABC):
     """
 
     linear: ClassVar[bool] = True
-    divides: ClassVar[str] = "whole"
-
-    keep_ratio: float = _KEEP_RATIO
-    rank: int | None = None
-
-    def __post_init__(self) -> None:
-        _check_size(self.keep_ratio, self.rank)
 
     def stable_rate(self, rows: int, columns: int) -> float:
         """⅓ K/N. Messages of an entry are t steps apart, at random: E t = N/K, E t² ≤ 2 (N/K)².
@@ -209,7 +214,9 @@ class _AtSharedPositions(ABC):
 
     def kept(self, rows: int, columns: int) -> int:
         """K"""
-        return _random_kept(self.keep_ratio, self.rank, rows, columns)
+        if self.rank is None:
+            return fraction(self.keep_ratio, rows * columns)
+        return min(rows * columns, self.rank * (rows + columns))
 
     def positions(self, stream: Stream, rows: int, columns: int) -> Tensor:
         """The positions of the values in a matrix, in the message's order: int64 [layer, K]."""
@@ -307,13 +314,6 @@ class RandomBlock(_AtSharedPositions):
     def sample(self, bits: Callable[[int], Tensor], count: int, entries: int) -> Tensor:
         first = _below(entries, bits(1))
         return (first + torch.arange(count, device=first.device)) % entries
-
-
-def _random_kept(keep_ratio: float, rank: int | None, rows: int, columns: int) -> int:
-    """K of the compressors whose positions are not sent."""
-    if rank is None:
-        return fraction(keep_ratio, rows * columns)
-    return min(rows * columns, rank * (rows + columns))
 
 
 def _at(v: Tensor, positions: Tensor, stream: Stream) -> Tensor:
@@ -430,12 +430,3 @@ _REPEATED = 1 << 30  # more than the number of draws
 def fraction(ratio: float, entries: int) -> int:
     """max(1, ⌊ratio · entries⌋), with 0.29 · 100 = 29 where floats give 28.999999999999996."""
     return max(1, floor(ratio * entries * (1 + 1e-12)))
-
-
-def _check_size(keep_ratio: float, rank: int | None) -> None:
-    ok = checks.is_finite(keep_ratio) and 0 < keep_ratio <= 1
-    checks.check("keep_ratio", keep_ratio, ok, "a fraction above 0, at most 1")
-    ok = rank is None or (isinstance(checks.plain(rank), int) and rank >= 1)
-    checks.check("rank", rank, ok, "1 or more, or None")
-    ok = rank is None or keep_ratio == _KEEP_RATIO
-    checks.check("keep_ratio", keep_ratio, ok, f"either a ratio or a rank, not both (rank={rank})")
