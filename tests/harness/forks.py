@@ -10,6 +10,7 @@ own environment (and so its rank) and output, passes signals on, and ends with t
 
     python tests/harness/forks.py serve SOCKET MODULE ...            until its stdin is closed
     python tests/harness/forks.py stand-in SOCKET SCRIPT [ARGUMENT ...]
+    python tests/harness/forks.py bound PARENT COMMAND ...           gets SIGTERM when PARENT ends
 
 Only the standard library is used, because stand-ins must start fast.
 """
@@ -83,6 +84,16 @@ def stand_in(server: str, *command: str) -> int:
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     return code
+
+
+def bound(parent: str, *command: str) -> int:
+    """Become a command that gets SIGTERM when the process that has started it ends."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != int(parent):  # it has ended already
+        return 128 + signal.SIGTERM
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and that is inherited
+        signal.signal(number, signal.SIG_DFL)
+    os.execvp(command[0], command)
 
 
 def serve(listener: socket.socket) -> dict[str, Any] | None:
@@ -209,6 +220,8 @@ def run(code: types.CodeType) -> int:
 
 def main() -> types.CodeType | None:
     role, place, *rest = sys.argv[1:]
+    if role == "bound":
+        sys.exit(bound(place, *rest))
     if role == "stand-in":
         sys.exit(stand_in(place, *rest))
     for module in rest:

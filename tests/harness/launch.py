@@ -6,7 +6,6 @@ Scripts are forked from a process that has imported what they need (tests/harnes
 imports, and of what a shell sees.
 """
 
-import ctypes
 import fcntl
 import functools
 import importlib.util
@@ -21,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.harness.forks import PR_SET_PDEATHSIG, Fork
+from tests.harness.forks import Fork
 
 ROOT = Path(__file__).parents[2]
 NOT_STARTED = "listener thread failed to start"  # of mpirun, on a busy machine: nothing has run
@@ -131,9 +130,8 @@ def python(
 def started(command: list[str], **options: Any) -> Iterator[subprocess.Popen[Any]]:
     """A program in a session of its own, which ends after the block, and if the tests are killed.
     The processes of mpirun end with it."""
-    end = functools.partial(ctypes.CDLL(None).prctl, PR_SET_PDEATHSIG, signal.SIGTERM)
-    options |= {"start_new_session": True, "preexec_fn": end}
-    with subprocess.Popen(command, **options) as program:
+    bound = [sys.executable, "-I", "-S", str(FORKS), "bound", str(os.getpid())]
+    with subprocess.Popen([*bound, *command], start_new_session=True, **options) as program:
         try:
             yield program
         finally:
