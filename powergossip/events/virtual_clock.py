@@ -6,9 +6,11 @@ arrive before workers go on, and otherwise events happen in the order in which t
 
 import heapq
 from collections.abc import Generator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from powergossip.events.event_log import Entry
@@ -113,6 +115,32 @@ class VirtualClock:
         """Let the next event happen."""
         self.now, kind, _, values = heapq.heappop(self._heap)
         getattr(self, f"_{_KINDS[kind]}")(*values)
+
+    def unapplied(self) -> Tensor:
+        """The sum [D'] of all u_ij that are applied at j's end but not at i's.
+
+        The sum of the variables of all workers and of this is conserved, as long as no worker dies
+        and no message is lost at one end.
+        """
+        total: Tensor | float = 0.0
+        for i, worker in self.workers.items():
+            for j, edge in worker.edges.items():
+                other = self.workers[j].edges.get(i) if j in self._lives else None
+                if edge.own is None or other is None or other.k <= edge.k:
+                    continue
+                parts = [m for m in (*edge.inbox.values(), *self._in_flight(j, i)) if m.k == edge.k]
+                if edge.own.part is None or parts[0].part is None:
+                    continue
+                again = deepcopy(worker)
+                again.receive(j, parts[0])
+                before = again.rule.variables().clone()
+                again.apply(j)
+                total = total + (again.rule.variables() - before)
+        return torch.as_tensor(total)
+
+    def _in_flight(self, j: int, i: int) -> list[Message]:
+        arrivals = [values for _, kind, _, values in self._heap if _KINDS[kind] == "arrive"]
+        return [message for a, b, message in arrivals if (a, b) == (j, i)]
 
     # --- Events ---
 

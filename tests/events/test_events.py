@@ -19,7 +19,6 @@ from tests.harness.exchanging import (
     EXCHANGES,
     SHAPES,
     averaging_clock,
-    half_applied,
     learners,
     learning_clock,
     start,
@@ -131,7 +130,7 @@ def test_the_sum_is_conserved_at_all_times(name, gossip):
     for event in range(150):
         clock.advance()
         if event % 15 == 0:
-            unapplied = half_applied(clock)
+            unapplied = clock.unapplied()
             moved = max(moved, float(unapplied.abs().max()))
             torch.testing.assert_close(x.sum(0) + unapplied, total, rtol=0, atol=1e-12)
     assert moved > 1e-3  # the law is empty if no part is ever late

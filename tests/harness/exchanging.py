@@ -1,7 +1,6 @@
 """Workers on the virtual clock, for averaging and for quadratics."""
 
 from collections.abc import Callable, Mapping, Sequence
-from copy import deepcopy
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from powergossip import algorithms
 from powergossip.events import averaging, scenario
 from powergossip.events.learning import OF_POLICIES, RULES, EdgeRule, Learner
 from powergossip.events.members import Members, View
-from powergossip.events.virtual_clock import _KINDS, VirtualClock
+from powergossip.events.virtual_clock import VirtualClock
 from powergossip.events.worker import Policy, Worker
 from powergossip.parameters import Layout
 from tests.harness.averaging import graph
@@ -138,28 +137,3 @@ def learning_clock(
     """A clock with learners."""
     drawn = scenario.read(values or {}, problem.n_workers, seed)
     return VirtualClock(drawn, [problem.x], *learners(problem, *arguments, **options), record)
-
-
-def half_applied(clock: VirtualClock) -> Tensor:
-    """The sum [D'] of all u_ij that are applied at j's end but not at i's.
-
-    The sum of the variables of all workers and of this is conserved, as long as no worker dies
-    and no message is lost at one end.
-    """
-    arrivals = [v for _, kind, _, v in clock._heap if _KINDS[kind] == "arrive"]
-    total: Tensor | float = 0.0
-    for i, worker in clock.workers.items():
-        for j, edge in worker.edges.items():
-            other = clock.workers[j].edges.get(i) if j in clock.alive else None
-            if edge.own is None or other is None or other.k <= edge.k:
-                continue
-            in_flight = [message for a, b, message in arrivals if (a, b) == (j, i)]
-            parts = [m for m in (*edge.inbox.values(), *in_flight) if m.k == edge.k]
-            if edge.own.part is None or parts[0].part is None:
-                continue
-            again = deepcopy(worker)
-            again.receive(j, parts[0])
-            before = again.rule.variables().clone()
-            again.apply(j)
-            total = total + (again.rule.variables() - before)
-    return torch.as_tensor(total)

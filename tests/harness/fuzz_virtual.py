@@ -39,7 +39,6 @@ from powergossip.training.asynchronous import OnVirtualClock
 from powergossip.training.config_checks import checked
 from powergossip.training.measurements import Hooks
 from powergossip.training.trainer import Trainer
-from tests.harness.exchanging import half_applied
 from tests.harness.fuzz_cases import Case
 
 ROUNDING = 3e-5  # of sums in single precision, relative to the largest element
@@ -207,7 +206,7 @@ class _Laws:
             return
         variables = [_summed(worker.rule) for worker in workers.values()]
         self._largest = max(self._largest, *(float(x.abs().max()) for x in variables))
-        unapplied = self._factor * half_applied(self._clock).double()
+        unapplied = self._factor * self._clock.unapplied().double()
         total = sum(variables) + unapplied - self._moved.total
         if view != self._view:
             self._view, self._sum = view, total
