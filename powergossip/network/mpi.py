@@ -184,16 +184,20 @@ def _wait_all(oversubscribed: bool, own: int) -> _WaitAll:
     from mpi4py import MPI
 
     test_all, wait_all = MPI.Request.Testall, MPI.Request.Waitall
+    test_one, wait_one = MPI.Request.Test, MPI.Request.Wait  # their errors say what has happened
 
     def wait(requests: list[Any], others: Iterable[int]) -> None:
-        if test_all(requests):
+        one = len(requests) == 1
+        which: Any = requests[0] if one else requests
+        test: Any = test_one if one else test_all
+        if test(which):
             return
         with standstill.waiting(own, others):
             if not oversubscribed:
-                wait_all(requests)
+                (wait_one if one else wait_all)(which)
                 return
             os.sched_yield()
-            while not test_all(requests):
+            while not test(which):
                 time.sleep(_POLL_INTERVAL)
 
     return wait
