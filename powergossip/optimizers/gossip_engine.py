@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from powergossip.network import Conversation, Exchange, Processes, checked_barrier, together
+from powergossip import network
+from powergossip.network import Conversation, Exchange, Processes, together
 from powergossip.optimizers.checks import (
     check_owner,
     check_same_everywhere,
@@ -311,7 +312,7 @@ class Averaged(Traffic):
         if saved is None:
             return
         place = "the first step with a loaded state"
-        checked_barrier(self.processes, place, saved["steps"])
+        network.checked_barrier(self.processes, place, saved["steps"])
         parts = self.parts[: len(saved["averaging"])]
         if saved.get("checksum", _checksum(parts)) != _checksum(parts):
             warnings.warn(
@@ -407,7 +408,7 @@ class Averaged(Traffic):
                 "mean_model() inside mean_model(): the parameters are the mean already"
             )
         self.receive()
-        checked_barrier(self.processes, "mean_model()", step)
+        network.checked_barrier(self.processes, "mean_model()", step)
         for part in self._active:
             part.reclaim(self.owner)
             part.load()
