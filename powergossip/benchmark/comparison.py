@@ -15,7 +15,8 @@ LEVEL = 0.95  # of the interval of a difference
 class Line:
     """An entry's results on a task.
 
-    resolution  # of the measure: that of one test sample, 0 if it is not a share of them
+    Attributes:
+        resolution: The difference that one test sample makes, 0 for measures without samples.
     """
 
     name: str

@@ -288,6 +288,8 @@ def clear(output_dir: Path) -> None:
         with suppress(OSError):  # other files are in it
             step.rmdir()
     (folder / _INDEX).unlink(missing_ok=True)
+    with suppress(OSError):
+        folder.rmdir()
 
 
 def _steps(folder: Path) -> list[Path]:
