@@ -291,5 +291,5 @@ def test_bad_input() -> None:
     with pytest.raises(BadInput, match="is whole in all shards"):
         PowerSGD([sharded[0], same], Config(rank=1), mesh=where.between)
     uneven = distribute_tensor(torch.zeros(6, 4 + where.replica), where.inside, [Shard(0)])
-    with pytest.raises(BadInput, match="use the same model"):
+    with pytest.raises(BadInput, match="use the same in all"):
         of([nn.Parameter(uneven)])
