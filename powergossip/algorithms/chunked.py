@@ -144,7 +144,7 @@ class DeMo(ErrorFeedback):
 def cosines(size: int) -> Tensor:
     """The matrix of the orthonormal cosine transform, float64 [frequency, position].
 
-    A zero is exact, so that DeMo's sign there is that of no rounding error.
+    Zeros are exact: DeMo takes the sign of products, which a rounding error would decide.
     """
     n = torch.arange(size, dtype=torch.float64)
     matrix = (math.pi * n[:, None] * (2 * n + 1) / (2 * size)).cos() * math.sqrt(2 / size)

@@ -92,12 +92,12 @@ def checked(network: Network, rate: Rate | str) -> Rate:
 
 
 def is_directed(topology: Topology) -> bool:
-    """Whether W has complex eigenvalues: a static directed graph."""
+    """True if W may have complex eigenvalues: a static directed graph."""
     return topology.period == 1 and not topology.symmetric
 
 
 def diverges(topology: Topology, compressor: Compressor) -> bool:
-    """Whether CHOCO-Gossip and DeepSqueeze diverge at small rates, too."""
+    """True if CHOCO-Gossip and DeepSqueeze diverge at small rates, too."""
     return is_directed(topology) and getattr(compressor, "undirected", False)
 
 

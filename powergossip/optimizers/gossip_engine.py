@@ -165,7 +165,7 @@ class _Part:
 def _with_own_storage(view: Tensor) -> Tensor:
     """A tensor in the memory of a view, but with its own storage.
 
-    Programs that save, load or share tensors take those of one storage for one tensor.
+    Programs that save, load or share tensors regard one storage as one tensor.
     """
     return torch.from_dlpack(view.view(-1)).view(view.shape)
 

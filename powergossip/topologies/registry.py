@@ -45,7 +45,7 @@ TOPOLOGIES: dict[str, Callable[..., Topology]] = {  # name → function(n_worker
 
 
 def is_graph(topology: object) -> bool:
-    """Whether this is a `Topology` or a graph of networkx, and no name or path."""
+    """True for a `Topology` or a graph of networkx, False for a name or path."""
     return isinstance(topology, Topology) or hasattr(topology, "is_directed")
 
 
