@@ -1175,6 +1175,14 @@ def test_equal_fingerprints_are_those_of_equal_graphs() -> None:
     assert changed[::2] == [graph.fingerprint for graph in graphs]
     different = {tuple(map(str, (r.matrix().toarray() for r in g.rounds))) for g in graphs}
     assert len({*changed}) == 2 * len(different)
+    w, rising = graphs[0].round(0).weights, np.linspace(0.1, 0.2, graphs[0].round(0).weights.nnz)
+    first, second = (
+        Topology(
+            "", (Round(csr_array((data, w.indices, w.indptr), shape=w.shape)),), True
+        ).fingerprint
+        for data in (rising, rising[::-1])
+    )
+    assert first != second
 
 
 @pytest.mark.parametrize(
