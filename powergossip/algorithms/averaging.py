@@ -100,11 +100,8 @@ def begin_at(averaging: Averaging, point: Tensor) -> None:
 class Weighted(Protocol):
     """An averaging algorithm of x̂_i = w_i x_i, whose weights w_i are state."""
 
-    def rescale(self, before: Tensor, x: Tensor) -> None:
-        """x̂_i ← x̂_i + u_i for a local update u = x − before: x_i ← before_i + u_i / w_i.
-
-        In place on x [worker, D]. Changes `before`, too.
-        """
+    def scale(self, u: Tensor) -> None:
+        """u_i ← u_i / w_i, in place on a local update u [worker, D]: x̂_i then moves by u_i."""
         ...
 
 

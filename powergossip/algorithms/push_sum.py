@@ -103,9 +103,9 @@ class PushSum:
                 total.addcmul_(present, from_j[:, column])
         x.div_(w)
 
-    def rescale(self, before: Tensor, x: Tensor) -> None:
-        """x̂_i ← x̂_i + u_i for a local update u = x − before. See `averaging.Weighted`."""
-        x.copy_(before.lerp_(x, 1 / self._w))
+    def scale(self, u: Tensor) -> None:
+        """See `averaging.Weighted`."""
+        u.div_(self._w)
 
     def _exchange_sums(self, message: Tensor) -> Generator[Any, Any, Tensor]:
         """Round message [worker, D + 1] to the grid, send σ, and return σ_j − ρ_ij."""

@@ -16,12 +16,13 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from powergossip import algorithms, checks, compressors, kernels, topologies
+from powergossip.algorithms import learning
 from powergossip.algorithms.rates import AUTO
 from powergossip.checks import BadValue
 from powergossip.consensus.config_checks import Setting, checked, grid, num_steps
 from powergossip.consensus.data import DATA, Matrices
 from powergossip.consensus.methods import ALGORITHMS
-from powergossip.events import averaging, learning, scenario
+from powergossip.events import averaging, scenario
 from powergossip.events.members import Members, View
 from powergossip.events.virtual_clock import VirtualClock
 from powergossip.events.worker import Policy, Worker
@@ -391,9 +392,12 @@ class BatchByEdges:
             **{option: value for option, value in given.items() if option in known},
         )
         members, policy = Members(sweep.topology), Policy(c.gossip, c.max_delay or 0)
+        network = Network(sweep.topology, sweep.processes, sweep.device)
 
         def make(index: int, view: View, steps: int) -> Worker:
-            own = learning.EdgeRule(self.x[index : index + 1], sweep.layout)
+            x = self.x[index : index + 1]
+            buffers, none = learning.Buffers(x, x, sweep.layout), learning.NoUpdate()
+            own = learning.DPSGD(learning.Workers(network, lambda _: rule, buffers, none))
             return Worker(index, members, rule, own, policy, view, steps)
 
         drawn = scenario.read(c.scenario or {}, c.n_workers, c.seed)

@@ -4,7 +4,6 @@ The averaging rules of `powergossip.algorithms` move all workers in one step. He
 with one neighbor at a time, each at its own time::
 
     averaging.py      averaging rules in edge form: plain gossip, PowerGossip, CHOCO-Gossip
-    learning.py       learning rules in edge form
     members.py        the workers alive, and weights between them
     worker.py         the life of a worker, for any driver
     scenario.py       speeds, delays, losses, deaths, stops and joins

@@ -133,9 +133,9 @@ class Replay:
             worker.rule.begin()
         elif entry.kind == "gradient":
             self._compute(i, worker.steps)
-            worker.rule.correct()
+            worker.rule.clip()
             if not worker.rule.overlapping:
-                worker.rule.update()
+                worker.rule.move()
         elif entry.kind == "finish":
             worker.finish()
         elif entry.kind == "start":

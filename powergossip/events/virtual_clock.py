@@ -133,9 +133,9 @@ class VirtualClock:
                     continue
                 again = deepcopy(worker)
                 again.receive(j, parts[0])
-                before = again.rule.variables().clone()
+                before = again.rule.variables()[0].clone()
                 again.apply(j)
-                total = total + (again.rule.variables() - before)
+                total = total + (again.rule.variables()[0] - before)
         return torch.as_tensor(total)
 
     def _in_flight(self, j: int, i: int) -> list[Message]:

@@ -339,7 +339,7 @@ class WallClock:
         arrived, self._arrived = self._arrived, []
         for i, j, k, payload in arrived:
             worker = self._lives[j].worker
-            like = worker.rule.variables()
+            like = worker.rule.variables()[0]
             worker.receive(i, unpacked(k, payload, like, self._versions, self.survives))
             edge = worker.edges.get(i)
             if edge is not None and edge.own is not None and edge.k == k:

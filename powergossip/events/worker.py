@@ -17,8 +17,8 @@ from typing import Any
 
 from torch import Tensor
 
+from powergossip.algorithms.learning import GossipRule
 from powergossip.events.averaging import End, Exchanges
-from powergossip.events.learning import EdgeRule
 from powergossip.events.members import Members, View, union
 from powergossip.events.scenario import LEARNING_POLICIES
 
@@ -122,7 +122,7 @@ class Worker:
         index: int,
         members: Members,
         exchanges: Exchanges,
-        rule: EdgeRule,
+        rule: GossipRule,
         policy: Policy,
         view: View | None = None,
         steps: int = 0,
@@ -165,15 +165,15 @@ class Worker:
         """Begin a step."""
         self._note("begin")
         self.rule.begin()
-        if self.rule.overlapping:
+        if self.rule.overlapping and self.rule.exchanging:
             self._start_all()
 
     def compute(self) -> None:
         """After the gradient."""
         self._note("gradient")
-        self.rule.correct()
+        self.rule.clip()
         if not self.rule.overlapping:
-            self.rule.update()
+            self.rule.move()
             if self.rule.exchanging:
                 self._start_all()
 
@@ -181,7 +181,7 @@ class Worker:
         """End a step."""
         self._note("finish")
         if self.rule.overlapping:
-            self.rule.update()
+            self.rule.move()
         self.rule.settle()
         self.steps += 1
 
@@ -210,7 +210,7 @@ class Worker:
         """Send the part of the next exchange with j."""
         edge = self.edges[j]
         assert edge.own is None
-        part = edge.end.part(self.rule.variables(), edge.k)
+        part = edge.end.part(self.rule.variables()[0], edge.k)
         edge.own, edge.started = Message(edge.k, edge.incarnation, self.view, part), self.steps
         self._outbox.append((j, edge.own))
         self._note("start", j, edge.k)
@@ -228,7 +228,7 @@ class Worker:
             if weight:
                 agreed = edge.own.view == received.view == self.view
                 u = edge.end.exchange(edge.own.part, received.part, edge.k, weight)
-                self.rule.add(j, u, agreed)
+                self.rule.add(u[None], j, agreed)
         edge.own, edge.k = None, edge.k + 1
         self.late.discard(j)
 
@@ -270,7 +270,7 @@ class Worker:
         """A new end of the edge with j."""
         first = incarnation == 0 and j in self._members.first[self.index]
         end = self._exchanges.end(
-            self.index, j, self.rule.variables(), None if first else incarnation
+            self.index, j, self.rule.variables()[0], None if first else incarnation
         )
         return Edge(end, incarnation, begins_later=not first)
 
@@ -287,7 +287,7 @@ class Worker:
             "round": self.round,
             "phase": self.phase,
             "view": list(self.view),
-            "rule": self.rule.state_dict(),
+            "rule": self.rule.variables_dict(),
             "edges": {
                 j: {
                     "end": edge.end.state_dict(),
@@ -305,7 +305,7 @@ class Worker:
         """Restore the state returned by `state_dict()`."""
         self.steps, self.round, self.phase = state["steps"], state["round"], state["phase"]
         self.view = tuple(state["view"])
-        self.rule.load_state_dict(state["rule"])
+        self.rule.load_variables(state["rule"])
         self.edges = {}
         for j, saved in state["edges"].items():
             edge = self.edges[j] = self._edge(j, saved["incarnation"])

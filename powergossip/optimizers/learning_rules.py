@@ -4,7 +4,6 @@ Axes: worker (always 1: that of this process), D elements of a part.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -61,11 +60,11 @@ class LearningRule:
         check_type("learning_options", given, Mapping)
         self._wrapped, self.name, self._local_optimizer = wrapped, name, "sgd"
         found, own = learning.rule(name), dict(given)
-        if found.owns_momentum and "local_optimizer" in own:
+        if found.directs() and "local_optimizer" in own:
             self._local_optimizer = own.pop("local_optimizer")
             found = learning.rule(name, self._local_optimizer)
-        self._rule, self.has_momentum, self._max_norm = found, found.owns_momentum, max_norm
-        self.works_alone = found.owns_momentum or found.keeps_slow
+        self._rule, self.has_momentum, self._max_norm = found, found.directs(), max_norm
+        self.works_alone = found.directs() or found.corrects()
         known = learning.options(name, self._local_optimizer)
         defaults = {option: known[option] for option in known if option not in _KEYWORDS}
         own = _options.check(f"learning={name}", own, defaults)
@@ -78,14 +77,14 @@ class LearningRule:
             elif _options.are_of_library(found) and not isinstance(value, bool):
                 checks.below_one(option, value)
         if max_norm is not None:
-            if not found.clips:
+            if not found.corrects():
                 raise ValueError(
                     f"max_norm={max_norm!r}: use torch.nn.utils.clip_grad_norm_ with "
                     f"learning={name}; max_norm is for rules that correct the gradient before it "
                     "is clipped, such as diloco"
                 )
             checks.positive("max_norm", max_norm)
-        if overlapping and not found.overlaps:
+        if overlapping and not found.overlaps and "overlapping" not in known:
             raise ValueError(
                 f"overlapping=True: use overlapping=False with learning={name}, whose messages "
                 "depend on the gradient"
@@ -103,7 +102,7 @@ class LearningRule:
     def facts(self) -> dict[str, Any]:
         """A complete description of numbers and strings, apart from options that may change."""
         kind = {"local_optimizer": self._local_optimizer} if self._local_optimizer != "sgd" else {}
-        fixed = {k: v for k, v in self.options.items() if k not in self._rule.resumes_with}
+        fixed = {} if self._rule.stateless else self.options
         return {"learning": self.name, **kind, **fixed}
 
     def __repr__(self) -> str:
@@ -113,7 +112,7 @@ class LearningRule:
 
     def check_groups(self) -> None:
         """Raise ValueError for parameters or groups of the wrapped optimizer that do not fit."""
-        if self._rule.half_precision:
+        if self._rule.stateless:
             return
         groups = self._groups
         names, parameters = named(p for group in groups for p in group["params"])
@@ -219,73 +218,99 @@ class LearningRule:
         Raises:
             ValueError: For an averaging algorithm or a topology that do not fit.
         """
-        if part and (self._rule.needs_norm or self._max_norm is not None):
+        local_steps = self.options.get("local_steps", 1)
+        if steps % local_steps and not self._rule.stateless:
             raise ValueError(
-                f"add_param_group() with learning={self.name}: construct a new GossipOptimizer for "
-                "all parameters, since a norm is over all of them"
+                f"add_param_group() after {steps} steps: call it after a multiple of "
+                f"local_steps={local_steps}, when messages have been sent"
             )
         self.check_rate(parameters)
-        directs = self._rule.owns_momentum or self.corrects or self._max_norm is not None
+        directs = self.has_momentum or self.corrects or self._max_norm is not None
         gradient = torch.zeros_like(x) if directs else None
-        local = _Local(self, parameters, x[:, :0] if self._rule.in_place else x)
+        local = _Local(self, parameters, layout, x, gradient)
 
         def averaging(layout: Layout) -> algorithms.Averaging:
             made = method.build(network, layout, part)
             learning.check(self.name, network, method.name, made)
             return made
 
-        own: Any = local
-        buffers: Any = _Buffers(x, x if gradient is None else gradient, layout)
-        workers = learning.Workers(network, averaging, buffers, own, clip=self._max_norm)
+        buffers = learning.Buffers(x, x if gradient is None else gradient, layout)
+        workers = learning.Workers(
+            network, averaging, buffers, local, clip=self._max_norm, whole=not part
+        )
+        if self._max_norm is not None:
+            workers.check_whole()
         rule = learning.make(self.name, workers, self._local_optimizer, **self.options)
         rule.begin_after(steps)
-        return PartRule(self, rule, local, parameters, layout, x, gradient)
-
-
-@dataclass
-class _Buffers:
-    """`parameters` of a learning rule."""
-
-    x: Tensor
-    grad: Tensor
-    layout: Layout
-
-    def decay_spans(self) -> list[slice]:
-        return []
+        return PartRule(rule, local)
 
 
 class _Local:
     """The wrapped optimizer as the local optimizer of a part's learning rule.
 
-    u = x after the update − x before it. Its rounding errors are those of x.
-
-    Attributes:
-        u: Displacement of this step [1, D], 0 without an update. [1, 0] where it is made in place.
+    Args:
+        gradient: Memory of the gradient of a rule that changes it, [1, D].
     """
 
-    def __init__(self, learning_rule: LearningRule, parameters: Sequence[Tensor], x: Tensor):
-        self._learning, self._parameters, self._x = learning_rule, parameters, x
-        self._before, self.u = torch.empty_like(x), torch.zeros_like(x)
+    def __init__(
+        self,
+        learning_rule: LearningRule,
+        parameters: Sequence[Tensor],
+        layout: Layout,
+        x: Tensor,
+        gradient: Tensor | None,
+    ):
+        self._learning, self._parameters, self.x = learning_rule, parameters, x
+        self.g, self._values = gradient, layout.tensors(x[0])
+        self._directions = [] if gradient is None else layout.tensors(gradient[0])
+        self._decays: dict[int, float] = {}
+        self._own: list[Tensor | None] | None = None  # gradients, while g is in their place
 
     @property
     def rate(self) -> float:
         return self._learning.rate(self._parameters)
 
-    def start(self) -> None:
-        """u ← 0, for a step without an update."""
-        self.u.zero_()
+    def step(self, gradient: Tensor) -> None:
+        raise NotImplementedError
 
-    def before_update(self) -> None:
-        self._before.copy_(self._x)
+    def displacement(self, direction: Tensor) -> Tensor:
+        raise NotImplementedError
 
-    def after_update(self) -> None:
-        """u ← x − x before the update, x ← x before it"""
-        torch.sub(self._x, self._before, out=self.u)
-        self._x.copy_(self._before)
+    def check(self) -> None:
+        """Raise ValueError if the rule needs one learning rate and there are several."""
+        self._learning.check_rate(self._parameters)
+
+    def take_gradients(self) -> None:
+        """g ← ∇f + λ x. A missing gradient counts as 0."""
+        self._decays = self._learning.decays()
+        for parameter, g, x in zip(self._parameters, self._directions, self._values, strict=True):
+            if parameter.grad is None:
+                g.zero_()
+            else:
+                g.copy_(block(parameter.grad.detach()))
+            if id(parameter) in self._decays:
+                g.add_(x, alpha=self._decays[id(parameter)])
+
+    def put_gradients(self) -> None:
+        """p.grad ← g − λ x, since SGD adds λ x. Until `restore_gradients`."""
+        self._own = [parameter.grad for parameter in self._parameters]
+        for parameter, g, x in zip(self._parameters, self._directions, self._values, strict=True):
+            if id(parameter) in self._decays:
+                g.sub_(x, alpha=self._decays[id(parameter)])
+            parameter.grad = shaped_like(g, parameter)
+
+    def restore_gradients(self) -> None:
+        """p.grad ← the gradients of the user."""
+        if self._own is not None:
+            for parameter, gradient in zip(self._parameters, self._own, strict=True):
+                parameter.grad = gradient
+            self._own = None
 
 
 class PartRule:
-    """The learning rule of a part. Its methods are called in this order, once in a step::
+    """The learning rule of a part around the wrapped optimizer: a driver, see GossipRule.
+
+    Its methods are called in this order, once in a step::
 
         start                         a conversation that may overlap with the gradient
         take_gradients                g ← p.grad, before the messages of `start` are received
@@ -298,114 +323,70 @@ class PartRule:
 
     Attributes:
         reads_updates: Whether the rule depends on the local update, or changes x after messages.
+        state_dict, load_state_dict: Those of the rule, with the state of its averaging algorithm.
     """
 
-    def __init__(
-        self,
-        learning_rule: LearningRule,
-        rule: learning.GossipRule,
-        local: _Local,
-        parameters: Sequence[Tensor],
-        layout: Layout,
-        x: Tensor,
-        gradient: Tensor | None,
-    ):
-        self._learning, self._rule, self._local = learning_rule, rule, local
-        self.reads_updates = rule.rescales or not rule.half_precision
-        self._parameters, self._values = parameters, layout.tensors(x[0])
-        self._x, self._g = x, gradient  # g is None where the rule leaves the gradient as it is
-        self._directions = [] if gradient is None else layout.tensors(gradient[0])
-        self._decays: dict[int, float] = {}
-        self._step: learning.RuleStep  # the present one
-        self._request: learning.Request | None = None  # the last one of the step
-        self._gradients: list[Tensor | None] | None = None  # of the user, while g is in their place
-
-    def check(self) -> None:
-        """Raise ValueError if the rule needs one learning rate and there are several."""
-        self._learning.check_rate(self._parameters)
-
-    def start(self) -> Conversation | None:
-        """The messages that may be in flight while gradients are computed. u ← 0."""
-        self._local.start()
-        self._step, request = self._rule.begin()
-        self._request = request
-        return request.meanwhile
+    def __init__(self, rule: learning.GossipRule, local: _Local):
+        self._rule, self._local = rule, local
+        self.reads_updates = not (rule.in_place and rule.stateless)
+        x = local.x[:, :0] if rule.in_place else local.x
+        self._before, self._u = torch.empty_like(x), torch.zeros_like(x)
+        self._directed = self._updated = False  # in this step
+        self.check, self.end = local.check, rule.settle
+        self.state_dict, self.load_state_dict = rule.state_dict, rule.load_state_dict
 
     @property
     def turns(self) -> int | None:
         """How many times messages in flight are received before the gradients are used."""
-        return self._request.turns if isinstance(self._request, learning.Gradient) else None
+        return self._rule.turns
+
+    def start(self) -> Conversation | None:
+        """The messages that may be in flight while gradients are computed."""
+        self._directed = self._updated = False
+        self._rule.begin()
+        return self._rule.before()
 
     def take_gradients(self) -> None:
-        """g ← ∇f + λ x. A missing gradient counts as 0."""
-        if self._g is None:
-            return
-        self._decays = self._learning.decays()
-        rows = zip(self._parameters, self._directions, self._values, strict=True)
-        for parameter, g, x in rows:
-            if parameter.grad is None:
-                g.zero_()
-            else:
-                g.copy_(block(parameter.grad.detach()))
-            if id(parameter) in self._decays:
-                g.add_(x, alpha=self._decays[id(parameter)])
+        """g ← ∇f + λ x, if the rule changes the gradient."""
+        if self._local.g is not None:
+            self._local.take_gradients()
 
     def direct(self) -> None:
-        """p.grad ← the direction − λ x, since SGD adds λ x. Until `after_update`."""
-        if self._g is None:
+        """p.grad ← the direction. A closure may compute several gradients: that of the first."""
+        g = self._local.g
+        if g is None:
             return
-        self._continue(self._g)
-        self._gradients = [parameter.grad for parameter in self._parameters]
-        rows = zip(self._parameters, self._directions, self._values, strict=True)
-        for parameter, g, x in rows:
-            if id(parameter) in self._decays:
-                g.sub_(x, alpha=self._decays[id(parameter)])
-            parameter.grad = shaped_like(g, parameter)
+        if not self._directed:
+            self._directed = True
+            self._rule.clip()
+            self._rule.direct(g)
+        self._local.put_gradients()
 
     def before_update(self) -> None:
         """Keep x, for the displacement."""
-        if self._g is None:
-            self._continue(self._x)
-        self._local.before_update()
+        self._before.copy_(self._local.x[:, : self._before.shape[1]])
 
     def after_update(self) -> None:
         """u ← x − x before the update, x ← x before it, and x moves as the rule has it.
 
         The gradients are the user's again.
         """
-        self._local.after_update()
-        if self._gradients is not None:
-            for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
-                parameter.grad = gradient
-            self._gradients = None
-        self._request = learning.resumed(self._step, self._local.u)
+        if not self._rule.in_place:
+            torch.sub(self._local.x, self._before, out=self._u)
+            self._local.x.copy_(self._before)
+        self._local.restore_gradients()
+        self._update()
+
+    def _update(self) -> None:
+        self._updated = True
+        self._rule.update(None if self._rule.in_place else self._u)
 
     def move(self) -> Conversation | None:
-        """Mix. A displacement of 0, if there was no update."""
-        self._continue(None)
-        if isinstance(self._request, learning.Update):
-            self._request = learning.resumed(self._step, self._local.u)
-        return self._request.conversation if isinstance(self._request, learning.Mix) else None
-
-    def end(self) -> None:
-        """After the last message of the step."""
-        if self._request is not None:
-            self._request = learning.resumed(self._step)
-        if self._request is not None:
-            raise self._rule.unexpected(self._request, "one Gradient, one Update and one Mix")
-
-    def _continue(self, g: Tensor | None) -> None:
-        """Answer the request for a gradient, once. A closure may compute it several times."""
-        if isinstance(self._request, learning.Gradient):
-            self._request = learning.resumed(self._step, g)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state of the rule, with that of its averaging algorithm."""
-        return self._rule.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state returned by `state_dict()`."""
-        self._rule.load_state_dict(state)
+        """The messages after the local update. A displacement of 0, if there was none."""
+        if not self._updated:
+            self._u.zero_()
+            self._update()
+        return self._rule.after()
 
 
 def averaging_only() -> LearningRule:

@@ -94,7 +94,7 @@ def check_method(c: Settings, network: Network) -> str:
         learning.check(c.learning, network, c.optimizer, averaging)
         overlapping = learning.overlapping(c.learning, averaging)
         if c.overlapping is not None:
-            learning.check_overlapping(c.learning, c.optimizer, averaging, c.overlapping)
+            learning.check_overlapping(c.learning, c.overlapping, c.optimizer, averaging)
         hint = _hint(c, network, averaging)
         if trials.are_needed(c):
             make = partial(make_averaging, c)
@@ -122,7 +122,7 @@ def check_method(c: Settings, network: Network) -> str:
 def _hint(c: Settings, network: Network, averaging: algorithms.Averaging) -> str:
     """A sentence on learning rules, or nothing where they do not apply."""
     averages_fully = isinstance(averaging, algorithms.ExactMean)
-    has_one = learning.LEARNING[c.learning].for_different_data
+    has_one = not learning.LEARNING[c.learning].stateless
     if has_one or averages_fully or not data_differ(c):
         return ""
     rules = learning.accepting(network, c.optimizer, averaging, c.local_optimizer)
@@ -198,14 +198,27 @@ def _of_compressed_gradients(c: Settings, network: Network, parameters: Paramete
 
 def _of_gossip_rule(c: Settings, network: Network, parameters: Parameters) -> Method:
     """Build a rule of learning.LEARNING."""
-    own = learning.rule(c.learning, c.local_optimizer).owns_momentum
-    local = LocalOptimizer(parameters, c, *((0.0, "sgd") if own else (None, c.local_optimizer)))
+    local = local_optimizer(c, parameters)
     averaging = partial(make_averaging, c, network)
     decay, clip = local.coupled_decay, c.gradient_clipping
+    workers = learning.Workers(network, averaging, parameters, local, decay, clip)
+    return Method(local, learning_rule(c, workers), _constant)
+
+
+def local_optimizer(c: Settings, parameters: Parameters) -> LocalOptimizer:
+    """The local optimizer of a learning rule: plain SGD for one that has its own direction."""
+    if learning.rule(c.learning, c.local_optimizer).directs():
+        return LocalOptimizer(parameters, c, 0.0, "sgd")
+    return LocalOptimizer(parameters, c)
+
+
+def learning_rule(c: Settings, workers: learning.Workers, **more: Any) -> learning.GossipRule:
+    """Build the rule of learning.LEARNING with the options of the configuration, and more."""
+    given = {**c.learning_options, **more}
     with errors_name_learning_options(c):
-        rule = learning.make(
+        return learning.make(
             c.learning,
-            learning.Workers(network, averaging, parameters, local, decay, clip),
+            workers,
             c.local_optimizer,
             overlapping=c.overlapping,
             local_steps=c.local_steps,
@@ -214,9 +227,8 @@ def _of_gossip_rule(c: Settings, network: Network, parameters: Parameters) -> Me
             adam_beta1=c.adam_beta1,
             adam_beta2=c.adam_beta2,
             adam_epsilon=c.adam_epsilon,
-            **c.learning_options,
+            **given,
         )
-    return Method(local, rule, _constant)
 
 
 def _constant(epoch: float) -> None:

@@ -7,11 +7,13 @@ import torch
 from torch import Tensor
 
 from powergossip import algorithms
+from powergossip import options as _options
+from powergossip.algorithms import learning as rules
 from powergossip.events import averaging, scenario
-from powergossip.events.learning import OF_POLICIES, RULES, EdgeRule, Learner
 from powergossip.events.members import Members, View
 from powergossip.events.virtual_clock import VirtualClock
 from powergossip.events.worker import Policy, Worker
+from powergossip.network import Network
 from powergossip.parameters import Layout
 from tests.harness.averaging import graph
 from tests.harness.quadratics import Quadratics
@@ -79,8 +81,12 @@ def averaging_clock(
     rule = made(name, topology, n, layout, options)
     policy = Policy(gossip, max_delay)
 
+    network = Network(members.topology, dtype=x.dtype)
+
     def make(index: int, view: View, steps: int) -> Worker:
-        own = EdgeRule(x[index : index + 1], layout)
+        row = x[index : index + 1]
+        buffers = rules.Buffers(row, row.clone(), layout)
+        own = rules.DPSGD(rules.Workers(network, lambda _: rule, buffers, rules.NoUpdate()))
         return Worker(index, members, rule, own, policy, view, steps)
 
     drawn = scenario.read(values or {}, n, seed)
@@ -105,7 +111,9 @@ def learners(
     n = problem.n_workers
     members = Members(graph(topology, n))
     policy = Policy(gossip, max_delay)
-    kind: Callable[..., EdgeRule] = {**RULES, **OF_POLICIES}[learning]
+    kind: Callable[..., rules.GossipRule] = {**rules.LEARNING, **rules.POLICIES}[learning]
+    known = _options.defaults(kind)
+    network = Network(members.topology, dtype=problem.x.dtype)
     first, *_ = rates = [rate] if isinstance(rate, float) else rate
     own_optimizers: dict[int, SGD] = {}
 
@@ -113,11 +121,18 @@ def learners(
         own = slice(index, index + 1)
         x, g, local = problem.x[own], problem.grad[own], SGD(problem.x[own], first)
         own_optimizers[index], of_rule = local, dict(rule_options or {})
-        overlapping = of_rule.pop("overlapping", True)
-        learner = Learner(x, g, problem.layout, local, lambda: None, overlapping)
-        rule = kind(learner, **of_rule)
-        averaging = made(name, topology, n, rule.layout, options)
-        return Worker(index, members, averaging, rule, policy, view, steps)
+        if "overlapping" in known:
+            of_rule.setdefault("overlapping", learning != "diloco")
+        exchanges: list[averaging.Exchanges] = []
+
+        def of_layout(layout: Layout) -> averaging.Exchanges:
+            exchanges.append(made(name, topology, n, layout, options))
+            return exchanges[0]
+
+        buffers = rules.Buffers(x, g, problem.layout)
+        rule = kind(rules.Workers(network, of_layout, buffers, local), **of_rule)
+        rule.begin_after(steps)
+        return Worker(index, members, exchanges[0], rule, policy, view, steps)
 
     def compute(worker: int, step: int) -> None:
         own_optimizers[worker].rate = rates[min(step, len(rates) - 1)]

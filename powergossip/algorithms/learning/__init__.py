@@ -6,10 +6,10 @@ A step of a rule consists of `start()`, the gradients, and `finish()`::
     ... add to parameters.grad     messages are in flight
     rule.finish()                  receive, mix, update parameters.x
 
-    interface.py        the interface, requests of a step, clipping, weight decay
+    interface.py        the interface, clipping, weight decay
     centralized.py      one mean of compressed gradients in all workers
     registry.py         the rules by name, and the averaging rules that they accept
-    gossip_rule.py      the base of the following, whose step is a generator of requests
+    gossip_rule.py      the base of the following, and D-PSGD's step in it
     dpsgd.py            D-PSGD: models are averaged
     quasi_global.py     quasi-global momentum
     tracking.py         gradient tracking, normalized, and over CHOCO-Gossip: BEER, MoTEF
@@ -18,6 +18,7 @@ A step of a rule consists of `start()`, the gradients, and `finish()`::
     outer_stability.py  diffusion rates with which outer momentum is stable
     exact_diffusion.py  exact diffusion, over CHOCO-Gossip: LEAD, CEDAS
     relay.py            RelaySGD on trees, in place of an averaging rule
+    accelerated.py      A²CiD², for messages that may be late
 
 To add one, write its class and its row in `LEARNING`, in registry.py. train.py and the tests of the
 laws of learning rules (tests/algorithms/test_learning.py) use the registry.
@@ -26,21 +27,24 @@ Axes: worker (hosted here); D parameters of a worker.
 """
 
 from powergossip.algorithms.averaging import Kind
+from powergossip.algorithms.learning.accelerated import A2CiD2, Acceleration, acceleration
 from powergossip.algorithms.learning.centralized import CentralizedLocal, CentralizedSGD
 from powergossip.algorithms.learning.dpsgd import DPSGD
 from powergossip.algorithms.learning.exact_diffusion import ExactDiffusion
-from powergossip.algorithms.learning.gossip_rule import GossipRule, Local, MakeAveraging, Workers
+from powergossip.algorithms.learning.gossip_rule import (
+    Buffers,
+    GossipRule,
+    Local,
+    MakeAveraging,
+    NoUpdate,
+    Variable,
+    Workers,
+)
 from powergossip.algorithms.learning.interface import (
     Correction,
     Decay,
-    Gradient,
     Learning,
     LocalStep,
-    Mix,
-    Request,
-    RuleStep,
-    Update,
-    resumed,
 )
 from powergossip.algorithms.learning.local_tracking import KGT, MomentumTracking
 from powergossip.algorithms.learning.outer import DiLoCo, GASLoC, NoLoCo
@@ -48,6 +52,7 @@ from powergossip.algorithms.learning.quasi_global import QuasiGlobalAdam, QuasiG
 from powergossip.algorithms.learning.registry import (
     DEFAULT,
     LEARNING,
+    POLICIES,
     accepting,
     averaging_defaults,
     check,
@@ -76,6 +81,10 @@ __all__ = [
     "DPSGD",
     "KGT",
     "LEARNING",
+    "POLICIES",
+    "A2CiD2",
+    "Acceleration",
+    "Buffers",
     "CentralizedLocal",
     "CentralizedSGD",
     "Correction",
@@ -84,25 +93,23 @@ __all__ = [
     "ExactDiffusion",
     "GASLoC",
     "GossipRule",
-    "Gradient",
     "GradientTracking",
     "Kind",
     "Learning",
     "Local",
     "LocalStep",
     "MakeAveraging",
-    "Mix",
     "MoTEF",
     "MomentumTracking",
     "NoLoCo",
+    "NoUpdate",
     "NormalizedGradientTracking",
     "QuasiGlobalAdam",
     "QuasiGlobalMomentum",
     "RelaySGD",
-    "Request",
-    "RuleStep",
-    "Update",
+    "Variable",
     "Workers",
+    "acceleration",
     "accepting",
     "averaging_defaults",
     "check",
@@ -112,7 +119,6 @@ __all__ = [
     "make",
     "options",
     "overlapping",
-    "resumed",
     "rule",
     "warn_of",
     "with_local_steps",

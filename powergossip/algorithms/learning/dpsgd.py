@@ -2,11 +2,10 @@
 
 from typing import ClassVar
 
-import torch
+from torch import Tensor
 
 from powergossip.algorithms.averaging import Kind, Weighted
-from powergossip.algorithms.learning.gossip_rule import GossipRule, Workers
-from powergossip.algorithms.learning.interface import Gradient, Mix, RuleStep, Update
+from powergossip.algorithms.learning.gossip_rule import GossipRule, Variable, Workers
 from powergossip.algorithms.plain import ExactMean
 
 
@@ -27,33 +26,28 @@ class DPSGD(GossipRule):
     """
 
     kinds: ClassVar[frozenset[Kind]] = frozenset(Kind)
-    half_precision = in_place = overlaps = overlaps_mean = True
-    for_different_data = False
-    resumes_with: ClassVar[tuple[str, ...]] = ("overlapping", "local_steps")
-    variables: ClassVar[tuple[str, ...]] = ("steps",)
-    kept: ClassVar[tuple[str, ...]] = ("steps",)
+    overlaps: ClassVar[frozenset[Kind]] = frozenset(Kind)
+    stateless = True
+    state: ClassVar[dict[str, Variable]] = {"steps": Variable.KEPT}
 
     def __init__(self, workers: Workers, *, overlapping: bool = True, local_steps: int = 1):
         super().__init__(workers)
-        self._averaging = averaging = self._make(self._layout)
-        self._overlapping = overlapping and not isinstance(averaging, ExactMean)
+        self.overlapping = overlapping and not isinstance(self._averaging, ExactMean)
         self._local_steps, self._steps = local_steps, 0
-        self._weighted = averaging if isinstance(averaging, Weighted) else None
-        self.rescales = self._weighted is not None
-        self._before = torch.empty_like(self._x if self.rescales else self._x[:0])
+        self._weighted = self._averaging if isinstance(self._averaging, Weighted) else None
+        self.in_place = self._weighted is None
+
+    @property
+    def exchanging(self) -> bool:
+        return (self._steps + 1) % self._local_steps == 0
 
     def begin_after(self, steps: int) -> None:
         self._steps = steps
 
-    def step(self) -> RuleStep:
-        x, weighted = self._x, self._weighted
-        gossips = (self._steps + 1) % self._local_steps == 0
-        g = yield Gradient(self._averaging.step(x) if gossips and self._overlapping else None)
-        if weighted is not None:
-            self._before.copy_(x)
-        yield Update(g)
-        if weighted is not None:
-            weighted.rescale(self._before, x)
-        if gossips and not self._overlapping:
-            yield Mix(self._averaging.step(x))
+    def update(self, u: Tensor | None) -> None:
+        if u is not None and self._weighted is not None:
+            self._weighted.scale(u)
+        super().update(u)
+
+    def settle(self) -> None:
         self._steps += 1

@@ -1,13 +1,14 @@
 """Exact diffusion by duals of the exchanges."""
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from powergossip import checks
-from powergossip.algorithms.averaging import Incremental, Kind, incremental
-from powergossip.algorithms.learning.gossip_rule import GossipRule, Workers
-from powergossip.algorithms.learning.interface import Gradient, Mix, RuleStep, Update
+from powergossip.algorithms.averaging import Incremental, Kind
+from powergossip.algorithms.learning.gossip_rule import GossipRule, Variable, Workers
 
 
 class ExactDiffusion(GossipRule):
@@ -35,6 +36,13 @@ class ExactDiffusion(GossipRule):
 
     One message a step, as large as D-PSGD's. Exact fixed point. Invariant: Σ_i d_i = 0.
 
+    Where messages may be late, d_i = Σ_j d_ij of its edges. The duals are an integral controller of
+    the differences between neighbors. With exchanges that are τ steps late, it oscillates unless
+    θ < 1/τ, or the loss is curved enough to damp it: NIDS itself diverges for small learning rates,
+    whatever the diffusion rate. d_ij = −d_ji once both ends have applied the same exchanges. A
+    worker whose neighbor j is lost forgets d_ij. Σ_i d_i = 0 thus holds among the survivors, and
+    they find the optimum of their mean loss.
+
     Args:
         dual_rate: Dual rate θ. None: the default of the averaging rule, or 1.
 
@@ -44,27 +52,41 @@ class ExactDiffusion(GossipRule):
 
     kinds: ClassVar[frozenset[Kind]] = frozenset({Kind.ANTISYMMETRIC, Kind.UNBIASED_COPIES})
     static = True
-    variables: ClassVar[tuple[str, ...]] = ("d",)
-
-    _averaging: Incremental
+    state: ClassVar[dict[str, Variable]] = {"d": Variable.RESET, "duals": Variable.IN_STEP}
 
     def __init__(self, workers: Workers, *, dual_rate: float | None = None):
         super().__init__(workers)
-        self._averaging = incremental(self._make(self._layout))
         if dual_rate is None:
             dual_rate = getattr(self._averaging, "dual_rate", 1.0)
         ok = checks.is_finite(dual_rate) and 0 < dual_rate <= 1
         checks.check("dual_rate", f"{dual_rate}", ok, "a number above 0, at most 1")
-        self._dual_rate = dual_rate
-        self._d = torch.zeros_like(self._x)
-        self._increment = torch.zeros_like(self._x)
+        self.dual_rate = dual_rate
+        # d_i [worker, D], or d_ij by the neighbor j where each edge has its own exchanges.
+        self._duals: dict[int | None, Tensor] = {}
+        if isinstance(self._averaging, Incremental):
+            self._duals[None] = torch.zeros_like(self._x)
 
-    def step(self) -> RuleStep:
-        x, d, delta = self._x, self._d, self._increment
-        g = yield Gradient()
-        u = yield Update(g)
-        x.add_(u).add_(d)
-        yield Mix(self._averaging.increment(x, delta))
-        delta.div_(1 + self._dual_rate)
-        x.add_(delta)
-        d.add_(delta, alpha=self._dual_rate)
+    @property
+    def duals(self) -> Mapping[int | None, Tensor]:
+        """d_ij [1, D] by the neighbor j."""
+        return self._duals
+
+    @property
+    def _d(self) -> Tensor:
+        return self._duals.get(None, self._x[:, :0])
+
+    def update(self, u: Tensor | None) -> None:
+        super().update(u)
+        for _, dual in sorted(self._duals.items(), key=lambda item: item[0] or 0):
+            self._x.add_(dual)
+
+    def add(self, u: Tensor, edge: int | None = None, agreed: bool = True) -> None:
+        u.div_(1 + self.dual_rate)
+        self._x.add_(u)
+        if edge in self._duals:
+            self._duals[edge].add_(u, alpha=self.dual_rate)
+        else:
+            self._duals[edge] = u * self.dual_rate
+
+    def forget(self, edge: int) -> None:
+        self._duals.pop(edge, None)

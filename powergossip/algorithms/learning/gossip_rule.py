@@ -1,27 +1,21 @@
 """The base of learning rules that exchange messages with neighbors once a step."""
 
-from collections.abc import Callable, Mapping
-from types import GeneratorType
+import math
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
 from typing import Any, ClassVar, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
-from powergossip import checks
-from powergossip.algorithms.averaging import Averaging, Kind, begin_at
-from powergossip.algorithms.learning.interface import (
-    Correction,
-    Gradient,
-    Mix,
-    Request,
-    RuleStep,
-    Update,
-    resumed,
-)
-from powergossip.network import Exchange, Network
+from powergossip.algorithms.averaging import Kind, begin_at, incremental
+from powergossip.algorithms.learning.interface import Correction
+from powergossip.network import Conversation, Exchange, Network
 from powergossip.parameters import Layout, Parameters
 from powergossip.topologies import Topology
 
-MakeAveraging = Callable[[Layout], Averaging]  # an averaging rule for variables of this layout
+# An averaging rule for variables of this layout, or exchanges of messages that may be late.
+MakeAveraging = Callable[[Layout], Any]
 
 WITHOUT_COPIES = frozenset({Kind.ANTISYMMETRIC, Kind.LINEAR})
 COPIES = frozenset({Kind.UNBIASED_COPIES, Kind.BIASED_COPIES})
@@ -49,6 +43,29 @@ class Local(Protocol):
         ...
 
 
+class NoUpdate:
+    """The local optimizer of workers that only average."""
+
+    rate = 0.0
+
+    def step(self, gradient: Tensor) -> None:
+        """Leave x as it is."""
+
+    def displacement(self, direction: Tensor) -> Tensor:
+        return torch.zeros_like(direction)
+
+
+class Buffers(NamedTuple):
+    """Parameters of a learning rule, [worker, D], without weight decay."""
+
+    x: Tensor
+    grad: Tensor
+    layout: Layout
+
+    def decay_spans(self) -> list[slice]:
+        return []
+
+
 class Workers(NamedTuple):
     """The workers of this process, and what a learning rule has of each.
 
@@ -56,127 +73,258 @@ class Workers(NamedTuple):
         make: Function that makes the averaging rule G for a layout: that of x, or of x beside a
             variable.
         parameters: Parameters of the workers' models: x and the gradients.
-        local: Optimizer of the workers, without momentum for rules with owns_momentum.
+        local: Optimizer of the workers, without momentum for rules with `direct`.
         weight_decay: Weight decay of the gradients, see Correction.
         clip: Largest norm of a worker's gradient.
+        whole: Whether `parameters` are all of the models'.
     """
 
     network: Network
     make: MakeAveraging
-    parameters: Parameters
+    parameters: Parameters | Buffers
     local: Local
     weight_decay: float = 0.0
     clip: float | None = None
+    whole: bool = True
+
+    def norms(self, of: Tensor) -> Tensor:
+        """Norms [worker, 1] of variables [worker, D], at least the smallest positive number."""
+        return self.parameters.layout.norms(of).clamp_(min=torch.finfo(of.dtype).tiny)
+
+    def check_whole(self) -> None:
+        """Raise ValueError unless norms are over all parameters."""
+        if not self.whole:
+            raise ValueError(
+                "add_param_group(): construct a new GossipOptimizer for all parameters, since a "
+                "norm is over all of them"
+            )
+
+
+class Variable(Enum):
+    """What becomes of a variable of a learning rule when the number of workers changes.
+
+    Attributes:
+        RESET: It begins as at the start of a run.
+        KEPT: A worker keeps it.
+        CONSERVED: Updates still to come, whose mean over the workers stays the same.
+        IN_STEP: It is used within a step only. A worker that is saved between two messages of a
+            step keeps it. Tensors may be without elements between steps.
+    """
+
+    RESET = "reset"
+    KEPT = "kept"
+    CONSERVED = "conserved"
+    IN_STEP = "in step"
 
 
 class GossipRule:
-    """A learning rule whose step is a generator of requests, see rule.Gradient, Update and Mix::
+    """A learning rule over an averaging rule G. A step calls these methods in this order::
 
-        def step(self):
-            g = yield Gradient()           the gradients [worker, D]
-            u = yield Update(g)            the local optimizer's displacement, −η g for SGD
-            x.add_(u)
-            yield Mix(G.step(x))           x ← G(x), a step of the averaging rule
+        begin()             the step begins
+        correct(g)          g ← the gradient before it is clipped
+        direct(g)           g ← the direction of the local optimizer
+        update(u)           x by the local optimizer's displacement, −η g for SGD
+        settle()            the step ends
 
-    A driver answers the requests: `start` and `finish` for the flat buffers of the hosted workers,
-    optimizers.rules for a torch optimizer. x and all variables of rules are [worker, D].
+    Messages average `mixed()`, in steps in which the rule is `exchanging`. They are in flight
+    between `begin` and `correct` if it is `overlapping`, and else between `update` and `settle`. The
+    methods of this class are those of D-PSGD.
+
+    Drivers: `start` and `finish` for the flat buffers of the hosted workers, GossipOptimizer for a
+    torch optimizer, `events.worker` for messages that may be late. There each edge has exchanges of
+    its own, and `add` applies one of them, at any time. A tensor of a rule is [worker, D].
 
     Attributes:
         kinds: Kinds of averaging rules that it works with.
+        optimizers: Local optimizers that it works with, without momentum if it has `direct`.
+        overlaps: Kinds of averaging rules whose messages are in flight during the gradient by
+            default. A constructor with `overlapping` leaves the choice.
         static: Whether the topology must be static.
-        owns_momentum: Whether it changes g, such as by a momentum that the local optimizer then
-            does not have.
-        half_precision: Whether a torch optimizer's parameters may be in half precision.
-        keeps_slow: Whether x has a momentum or state that also acts with a single worker.
-        clips: Whether its step clips the gradient and adds the weight decay, by `_correct`.
+        stateless: Whether it keeps no tensors: D-PSGD.
         in_place: Whether the local optimizer makes its step on x, with its own rounding.
-        rescales: Whether it changes x by the local optimizer's step, see averaging.Weighted.
-        optimizers: Local optimizers that it works with.
-        overlaps: Whether messages can be in flight while gradients are computed.
-        always_overlaps: Whether they always are.
-        overlaps_mean: Whether `overlapping` is accepted over all-reduce, which follows the update.
-        sequential: Kinds of averaging rules with which messages follow the local update by default,
-            not in flight while gradients are computed.
         reads_rate: Whether it depends on the learning rate of the local optimizer.
-        needs_norm: Whether it needs a norm over all parameters of a worker.
-        for_different_data: Whether it is for workers with different data.
-        relays: Whether it relays along the trees of the topology, in place of averaging.
-        limits_rate: Whether it is stable up to a diffusion rate that depends on the topology.
-        without: Options of the averaging rule that have no effect.
-        resumes_with: Options that may be others than those of a saved state.
-        variables: Names of its state, tensors [worker, D] and numbers: attributes with an
-            underscore before them.
-        kept, conserved: Entries of its state, see rule.Learning.
+        relays: Whether it relays along the trees of the topology, in place of averaging. Then
+            messages cannot be late.
+        state: Its variables, tensors [worker, D] and numbers: attributes with an underscore before
+            these names.
+        layout: Layout of the variables in a message.
+        overlapping: Whether messages are in flight during the gradient.
+        turns: How many times messages in flight are received, and answered, before the gradient is
+            used. The others are in flight during the next step. None: until the last.
     """
 
     kinds: ClassVar[frozenset[Kind]] = MEAN_PRESERVING
     optimizers: ClassVar[tuple[str, ...]] = ("sgd", "adamw", "muon")
-    static = owns_momentum = in_place = rescales = reads_rate = needs_norm = relays = False
-    half_precision = keeps_slow = limits_rate = clips = False
-    overlaps = always_overlaps = overlaps_mean = False
-    for_different_data = True
-    sequential: ClassVar[frozenset[Kind]] = frozenset()
-    without: ClassVar[tuple[str, ...]] = ()
-    resumes_with: ClassVar[tuple[str, ...]] = ()
-    variables: ClassVar[tuple[str, ...]] = ()
-    kept: ClassVar[tuple[str, ...]] = ()
-    conserved: ClassVar[tuple[str, ...]] = ()
+    overlaps: ClassVar[frozenset[Kind]] = frozenset()
+    static = stateless = reads_rate = relays = False
+    state: ClassVar[Mapping[str, Variable]] = {}
 
-    _averaging: Averaging
+    in_place = overlapping = False
+    turns: int | None = None
 
-    def __init__(self, workers: Workers):
-        for name in ("variables", "kept", "conserved"):
-            value, own = getattr(type(self), name), f"{type(self).__name__}.{name}"
-            checks.check(own, value, not isinstance(value, str), f"a tuple: ({value!r},)")
+    def __init__(self, workers: Workers, *, variables: int = 1):
+        """variables: how many messages average, x among them. 0: the rule has its own averaging."""
+        if hasattr(self, "step"):
+            raise TypeError(
+                f"{type(self).__name__}.step: use the methods of GossipRule, such as update, in "
+                "place of a generator"
+            )
         self._network, self._make, self._local = workers.network, workers.make, workers.local
         parameters = workers.parameters
         self._x, self._g, self._layout = parameters.x, parameters.grad, parameters.layout
-        self._correct = Correction(parameters, workers.weight_decay, workers.clip)
-        self._step: RuleStep  # the present one
+        self._clip = Correction(parameters, workers.weight_decay, workers.clip)
+        self._joint = Joint(self._layout, self._x, variables) if variables > 1 else None
+        self.layout = self._layout if self._joint is None else self._joint.layout
+        if variables:
+            self._averaging = self._make(self.layout)
+        self._increment: Tensor | None = None
         self._exchange: Exchange | None = None  # in flight
-        self._turns: int | None = None  # of these messages in the present step, see Gradient
+
+    @classmethod
+    def directs(cls) -> bool:
+        """Whether it has a direction of its own, so that the local optimizer has no momentum."""
+        return cls.direct is not GossipRule.direct
+
+    @classmethod
+    def corrects(cls) -> bool:
+        """Whether it corrects the gradient before it is clipped."""
+        return cls.correct is not GossipRule.correct
+
+    @classmethod
+    def limits_rate(cls) -> bool:
+        """Whether it is stable up to a diffusion rate that depends on the topology."""
+        own: Any = cls.largest_rate
+        base: Any = GossipRule.largest_rate
+        return own.__func__ is not base.__func__
 
     @classmethod
     def largest_rate(cls, topology: Topology, options: Mapping[str, Any]) -> float:
-        """The diffusion rate from which it is unstable with these options, if it limits_rate."""
-        raise NotImplementedError
+        """The diffusion rate from which it is unstable with these options."""
+        return math.inf
 
-    def step(self) -> RuleStep:
-        """One step, in place on x. Requests the gradients once and the local update once."""
-        raise NotImplementedError
+    # --- A step ---
 
-    def begin(self) -> tuple[RuleStep, Gradient]:
-        """A new step, and its request for the gradients. Raises ValueError if that is not first."""
-        step = self.step()
-        request = resumed(step) if isinstance(step, GeneratorType) else None
-        if not isinstance(request, Gradient):
-            raise self.unexpected(request, "g = yield Gradient() first")
-        return step, request
+    @property
+    def exchanging(self) -> bool:
+        """Whether messages are sent in this step."""
+        return True
 
-    def unexpected(self, request: object, accepted: str) -> ValueError:
-        """The error of a request that is not accepted here. None: the step has ended."""
-        found = "yielded nothing" if request is None else f"yielded {type(request).__name__}"
-        return ValueError(f"{type(self).__name__}.step {found}; use {accepted}")
+    def begin(self) -> None:
+        """Begin a step."""
+
+    def correct(self, g: Tensor) -> None:
+        """Correct the gradient [worker, D] before it is clipped, in place."""
+
+    def direct(self, g: Tensor) -> None:
+        """g [worker, D] ← the direction of the local optimizer, in place.
+
+        Left out in a step whose gradients overflowed.
+        """
+
+    def update(self, u: Tensor | None) -> None:
+        """Change x by the displacement u [worker, D] of the local optimizer.
+
+        Args:
+            u: 0 in a step whose gradients overflowed. None for a rule with `in_place`.
+        """
+        if u is not None:
+            self._x.add_(u)
+
+    def mixed(self) -> tuple[Tensor, ...]:
+        """The variables that messages average, x or another one first. Those [worker, D] that the
+        rule keeps, unless it has `add`."""
+        return (self._x,)
+
+    def variables(self) -> Tensor:
+        """`mixed` in one tensor of this layout. [worker, D'] with D' elements of a message."""
+        if self._joint is None:
+            (only,) = self.mixed()
+            return only
+        self._joint.load(*self.mixed())
+        return self._joint.buffer
+
+    def add(self, u: Tensor, edge: int | None = None, agreed: bool = True) -> None:
+        """Apply an increment [worker, D'] of `variables`.
+
+        Args:
+            u: Σ_j u_ij, or u_ij of one edge. It may be changed.
+            edge: Neighbor j, if it is of one edge.
+            agreed: Whether both messages have the present view of the worker. Sums over all
+                workers, such as those of gradient tracking, leave out the others.
+        """
+        x, *others = self.mixed()
+        if self._joint is None:
+            x.add_(u)
+        else:
+            self._joint.add(u, x, *(others if agreed else [()] * len(others)))
+
+    def settle(self) -> None:
+        """End a step."""
+
+    def forget(self, edge: int) -> None:
+        """Forget the state of the edge with a neighbor, whose state at the other end is lost."""
+
+    def restart(self) -> None:
+        """Restart sums over all workers: the worker knows of a death or a join."""
+
+    def mixing(self) -> Conversation:
+        """Average `variables`, of all workers at once: by increments if the rule has `add`."""
+        variables = self.variables()
+        if type(self).add is not GossipRule.add:
+            if self._increment is None:
+                self._increment = torch.zeros_like(variables)
+            yield from incremental(self._averaging).increment(variables, self._increment)
+            self.add(self._increment)
+            return
+        yield from self._averaging.step(variables)
+        if self._joint is not None:
+            self._joint.store(*self.mixed())
+
+    def before(self) -> Conversation | None:
+        """The messages that are in flight during the gradient."""
+        return self.mixing() if self.overlapping and self.exchanging else None
+
+    def after(self) -> Conversation | None:
+        """The messages after the local update."""
+        return self.mixing() if not self.overlapping and self.exchanging else None
+
+    # --- All hosted workers ---
 
     def start(self) -> None:
-        """Send the messages that may be in flight during the gradient. g ← 0."""
-        self._step, request = self.begin()
-        if request.meanwhile is not None:
-            self._exchange = self._network.start(request.meanwhile)
-        self._turns = request.turns
+        """Begin, and send the messages that may be in flight during the gradient. g ← 0."""
+        self.begin()
+        if (messages := self.before()) is not None:
+            self._exchange = self._network.start(messages)
         self._g.zero_()
 
     def finish(self) -> None:
         """Complete the step with the gradients in `parameters.grad`."""
-        if not self.clips:
-            self._correct()
-        if self._turns is None:
+        if not self.corrects():
+            self.clip()
+        if self.turns is None:
             self._receive()
         elif self._exchange is not None:
-            self._exchange.take_turns(self._turns)
-        answer: Tensor | None = self._g
-        while (request := resumed(self._step, answer)) is not None:
-            answer = self._answer(request)
+            self._exchange.take_turns(self.turns)
+        if self.corrects():
+            self.clip()
+        self.move()
+        if (messages := self.after()) is not None:
+            self._network.run(messages)
+        self.settle()
+
+    def clip(self) -> None:
+        """Correct the gradient and clip it, with weight decay. See Correction."""
+        self.correct(self._g)
+        self._clip()
+
+    def move(self) -> None:
+        """The local update, with the gradient clipped."""
+        self.direct(self._g)
+        with self._network.measure("update"):
+            u = None if self.in_place else self._local.displacement(self._g)
+            if u is None:
+                self._local.step(self._g)
+        self.update(u)
 
     def _receive(self) -> None:
         """Finish the messages in flight."""
@@ -184,60 +332,57 @@ class GossipRule:
             self._exchange.finish()
             self._exchange = None
 
-    def _answer(self, request: Request) -> Tensor | None:
-        if isinstance(request, Mix):
-            self._network.run(request.conversation)
-            return None
-        if not isinstance(request, Update):
-            raise self.unexpected(request, "Update(g) or Mix(...) after the one Gradient()")
-        with self._network.measure("update"):
-            return self._updated(request.direction)
-
-    def _updated(self, direction: Any) -> Tensor | None:
-        """The local optimizer's displacement, or None if it has made its step on x."""
-        try:
-            if self.in_place:
-                self._local.step(direction)
-                return None
-            return self._local.displacement(direction)
-        except Exception as error:
-            is_tensor = isinstance(direction, Tensor)
-            if is_tensor and direction.shape == self._x.shape:
-                raise
-            found = f"a tensor {tuple(direction.shape)}" if is_tensor else type(direction).__name__
-            raise ValueError(
-                f"{type(self).__name__}.step yielded Update of {found}; use one of shape "
-                f"{tuple(self._x.shape)}"
-            ) from error
+    # --- State ---
 
     def begin_after(self, steps: int) -> None:
-        """Begin beside parts of the models that have taken this number of steps."""
+        """Begin beside parts of the models, or workers, that have taken this number of steps."""
 
     def begin_at(self, point: Tensor) -> None:
         """See `averaging.Copies`. Other variables than x begin at 0."""
+        if self._joint is not None:
+            x, zero = point.expand_as(self._x), torch.zeros_like(self._x)
+            self._joint.load(x, *[zero] * (self._joint.count - 1))
+            point = self._joint.buffer[0]
         begin_at(self._averaging, point)
 
-    def state_dict(self) -> dict[str, Any]:
-        """The variables with elements, and the state of the averaging rule."""
-        self._receive()
-        values = ((name, getattr(self, f"_{name}")) for name in self.variables)
-        state = {
+    @property
+    def kept(self) -> list[str]:
+        """See rule.Learning."""
+        return [name for name, kind in self.state.items() if kind is Variable.KEPT]
+
+    @property
+    def conserved(self) -> list[str]:
+        """See rule.Learning."""
+        return [name for name, kind in self.state.items() if kind is Variable.CONSERVED]
+
+    def variables_dict(self, in_step: bool = True) -> dict[str, Any]:
+        """The variables with elements, with those within a step or without."""
+        return {
             name: self._layout.saved(value) if isinstance(value, Tensor) else value
-            for name, value in values
-            if not isinstance(value, Tensor) or value.numel()
+            for name, kind in self.state.items()
+            if (in_step or kind is not Variable.IN_STEP)
+            and (not isinstance(value := getattr(self, f"_{name}"), Tensor) or value.numel())
         }
-        return state | {"averaging": self._averaging.state_dict()}
+
+    def load_variables(self, state: Mapping[str, Any]) -> None:
+        """Restore the variables returned by `variables_dict()`."""
+        for name, kind in self.state.items():
+            own = getattr(self, f"_{name}")
+            if kind is not Variable.IN_STEP and isinstance(own, Tensor):
+                if own.numel():
+                    self._layout.load(own, state[name])
+            elif name in state:
+                setattr(self, f"_{name}", state[name])
+
+    def state_dict(self) -> dict[str, Any]:
+        """The variables with elements, and the state of the averaging rule. Between two steps."""
+        self._receive()
+        return self.variables_dict(False) | {"averaging": self._averaging.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state returned by `state_dict()`."""
         self._receive()
-        for name in self.variables:
-            own = getattr(self, f"_{name}")
-            if isinstance(own, Tensor):
-                if own.numel():
-                    self._layout.load(own, state[name])
-            else:
-                setattr(self, f"_{name}", state[name])
+        self.load_variables(state)
         self._averaging.load_state_dict(state.get("averaging", {}))  # an empty one may be left out
 
 
@@ -272,11 +417,15 @@ class Joint:
             for own, here in pieces:
                 variable[:, own] = self.buffer[:, here]
 
-    def add(self, joint: Tensor, *variables: Tensor) -> None:
-        """The variables ← variables + joint, a tensor in the order of the buffer."""
+    def add(self, joint: Tensor, *variables: Tensor | Sequence[Tensor]) -> None:
+        """The variables ← variables + joint, a tensor in the order of the buffer.
+
+        Each is one tensor, or all that change alike.
+        """
         for variable, pieces in zip(variables, self._pieces, strict=True):
-            for own, here in pieces:
-                variable[:, own] += joint[:, here]
+            for each in [variable] if isinstance(variable, Tensor) else variable:
+                for own, here in pieces:
+                    each[:, own] += joint[:, here]
 
 
 def _merged(places: Any) -> list[tuple[slice, slice]]:

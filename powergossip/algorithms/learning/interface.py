@@ -1,60 +1,14 @@
-"""The common parts of learning rules: their interface, requests, clipping and weight decay."""
+"""The common parts of learning rules: their interface, clipping and weight decay."""
 
-from collections.abc import Callable, Generator, Mapping
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from powergossip.network import Conversation
 from powergossip.parameters import Parameters
 
 LocalStep = Callable[[Tensor], Any]  # that of a local optimizer, with a gradient [worker, D]
-
-
-class Gradient(NamedTuple):
-    """Request for the gradients g [worker, D] at the present x, corrected. See Correction.
-
-    A step whose gradients overflowed gets None, and 0 for the displacement.
-
-    Attributes:
-        meanwhile: A conversation whose first messages are in flight while g is computed.
-        turns: How many times messages in flight are received, and answered, before g is returned.
-            The others are in flight during the next step. None: until the conversation ends.
-    """
-
-    meanwhile: Conversation | None = None
-    turns: int | None = None
-
-
-class Update(NamedTuple):
-    """Request for the displacement u [worker, D] of the local optimizer's step along a direction.
-
-    For a rule with `in_place`, the local optimizer makes its step x ← x + u, and u is not returned.
-
-    Attributes:
-        direction: g [worker, D], changed in place or not. None without g.
-    """
-
-    direction: Tensor | None
-
-
-class Mix(NamedTuple):
-    """Request for the messages of a conversation, up to its end."""
-
-    conversation: Conversation
-
-
-Request = Gradient | Update | Mix
-RuleStep = Generator[Request, Any, None]
-
-
-def resumed(step: RuleStep, answer: Tensor | None = None) -> Request | None:
-    """The next request of a step, given the answer to the last one. None: the step has ended."""
-    try:
-        return step.send(answer)
-    except StopIteration:
-        return None
 
 
 class Learning(Protocol):
@@ -69,10 +23,10 @@ class Learning(Protocol):
     """
 
     @property
-    def kept(self) -> tuple[str, ...]: ...
+    def kept(self) -> Iterable[str]: ...
 
     @property
-    def conserved(self) -> tuple[str, ...]: ...
+    def conserved(self) -> Iterable[str]: ...
 
     def start(self) -> None:
         """Prepare `parameters.grad` for the backward pass, and send the first messages."""
@@ -145,7 +99,7 @@ class Correction:
     Clipping: Pascanu, Mikolov & Bengio (2013), arXiv:1211.5063, § 3.2.
     """
 
-    def __init__(self, parameters: Parameters, weight_decay: float, clip: float | None = None):
+    def __init__(self, parameters: Any, weight_decay: float, clip: float | None = None):
         self._clip, self._g, self._layout = clip, parameters.grad, parameters.layout
         self._decay = Decay(parameters, weight_decay)
 

@@ -3,17 +3,16 @@
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from powergossip import checks
-from powergossip.algorithms.averaging import Incremental, Kind, incremental
+from powergossip.algorithms.averaging import Kind
 from powergossip.algorithms.learning.gossip_rule import (
     WITHOUT_COPIES,
     GossipRule,
-    Joint,
+    Variable,
     Workers,
 )
-from powergossip.algorithms.learning.interface import Gradient, Mix, RuleStep, Update
-from powergossip.network import Conversation
 
 
 class KGT(GossipRule):
@@ -41,45 +40,56 @@ class KGT(GossipRule):
 
     kinds: ClassVar[frozenset[Kind]] = WITHOUT_COPIES
     reads_rate = True
-    variables: ClassVar[tuple[str, ...]] = ("steps", "rate", "c", "sum")
-
-    _averaging: Incremental
+    state: ClassVar[dict[str, Variable]] = {
+        "steps": Variable.RESET,
+        "rate": Variable.RESET,
+        "c": Variable.RESET,
+        "sum": Variable.RESET,
+    }
 
     def __init__(self, workers: Workers, *, local_steps: int = 1):
-        super().__init__(workers)
+        super().__init__(workers, variables=2)
         checks.at_least_one("local_steps", local_steps)
         self._local_steps, self._steps = local_steps, 0
-        self._joint = Joint(self._layout, self._x)
-        self._increment = torch.zeros_like(self._joint.buffer)
-        self._averaging = incremental(self._make(self._joint.layout))
         self._c, self._sum = torch.zeros_like(self._x), torch.zeros_like(self._x)
         self._rate: float | None = None  # of c
 
-    def begin_after(self, steps: int) -> None:
-        if steps % self._local_steps:
-            raise ValueError(
-                f"add_param_group() after {steps} steps: call it after a multiple of "
-                f"local_steps={self._local_steps}, when messages have been sent"
-            )
+    @property
+    def exchanging(self) -> bool:
+        return self._steps % self._local_steps == 0
 
-    def step(self) -> RuleStep:
-        x, c = self._x, self._c
-        g = yield Gradient()
-        u = yield Update(g)
+    def begin_after(self, steps: int) -> None:
+        self._steps = steps
+
+    def update(self, u: Tensor | None) -> None:
+        assert u is not None
         rate = self._local.rate
         if rate > 0:
             if self._rate and rate != self._rate:
-                c.mul_(rate / self._rate)
+                self._c.mul_(rate / self._rate)
             self._rate = rate
-            u.add_(c)
-        x.add_(u)
+            u.add_(self._c)
+        self._x.add_(u)
         self._sum.add_(u)
         self._steps += 1
-        if self._steps % self._local_steps == 0:
-            self._joint.load(x, self._sum.div_(self._local_steps))
-            yield Mix(self._averaging.increment(self._joint.buffer, self._increment))
-            self._joint.add(self._increment, x, c)
+        if self.exchanging:
+            self._sum.div_(self._local_steps)
+
+    def mixed(self) -> tuple[Tensor, ...]:
+        return self._x, self._sum
+
+    def add(self, u: Tensor, edge: int | None = None, agreed: bool = True) -> None:
+        assert self._joint is not None
+        # The next exchange of an edge in the same step has z after this one.
+        z = () if edge is None or not self.exchanging else (self._sum,)
+        self._joint.add(u, self._x, (self._c, *z) if agreed else z)
+
+    def settle(self) -> None:
+        if self.exchanging:
             self._sum.zero_()
+
+    def restart(self) -> None:
+        self._c.zero_()
 
 
 class MomentumTracking(GossipRule):
@@ -100,35 +110,24 @@ class MomentumTracking(GossipRule):
     """
 
     kinds: ClassVar[frozenset[Kind]] = WITHOUT_COPIES
-    owns_momentum = overlaps = True
     optimizers: ClassVar[tuple[str, ...]] = ("sgd",)
-    sequential: ClassVar[frozenset[Kind]] = WITHOUT_COPIES
-    variables: ClassVar[tuple[str, ...]] = ("m", "c")
-    kept: ClassVar[tuple[str, ...]] = ("m",)
-
-    _averaging: Incremental
+    state: ClassVar[dict[str, Variable]] = {"m": Variable.KEPT, "c": Variable.RESET}
 
     def __init__(self, workers: Workers, *, momentum: float = 0.9, overlapping: bool = True):
-        super().__init__(workers)
-        self._momentum, self._overlapping = momentum, overlapping
-        self._joint = Joint(self._layout, self._x)
-        self._increment = torch.zeros_like(self._joint.buffer)
-        self._averaging = incremental(self._make(self._joint.layout))
+        super().__init__(workers, variables=2)
+        self._momentum, self.overlapping = momentum, overlapping
         self._m, self._c = torch.zeros_like(self._x), torch.zeros_like(self._x)
 
-    def step(self) -> RuleStep:
-        x, m, c = self._x, self._m, self._c
-        g = yield Gradient(self._mixing() if self._overlapping else None)
-        if g is not None:
-            m.mul_(self._momentum).add_(g)
-            torch.sub(m, c, out=g)
-        u = yield Update(g)
-        x.add_(u)
-        if not self._overlapping:
-            yield Mix(self._mixing())
+    def direct(self, g: Tensor) -> None:
+        self._m.mul_(self._momentum).add_(g)
+        torch.sub(self._m, self._c, out=g)
 
-    def _mixing(self) -> Conversation:
-        """x ← G(x), c ← c + Δ(c − m)"""
-        self._joint.load(self._x, self._c - self._m)
-        yield from self._averaging.increment(self._joint.buffer, self._increment)
-        self._joint.add(self._increment, self._x, self._c)
+    def mixed(self) -> tuple[Tensor, ...]:
+        return self._x, self._c - self._m
+
+    def add(self, u: Tensor, edge: int | None = None, agreed: bool = True) -> None:
+        assert self._joint is not None
+        self._joint.add(u, self._x, self._c if agreed else ())
+
+    def restart(self) -> None:
+        self._c.zero_()

@@ -44,9 +44,9 @@ from powergossip.algorithms.learning.gossip_rule import (
     GossipRule,
     Joint,
     MakeAveraging,
+    Variable,
     Workers,
 )
-from powergossip.algorithms.learning.interface import Gradient, Mix, RuleStep, Update
 from powergossip.algorithms.plain import ExactMean
 from powergossip.network import Conversation, Network, together
 from powergossip.parameters import Layout
@@ -116,14 +116,28 @@ class Fragment:
             for there, here in self._pieces if variable.numel() else []:
                 variable[:, there] = copy[:, here]
 
+    def joined(self, *variables: Tensor) -> Tensor:
+        """The variables in one tensor, as messages have them."""
+        if self.joint is None:
+            (only,) = variables
+            return only
+        self.joint.load(*variables)
+        return self.joint.buffer
+
+    def split(self, joined: Tensor) -> list[Tensor]:
+        """A tensor in the order of messages by variable, [worker, element] each."""
+        if self.joint is None:
+            return [joined]
+        like = joined[:, : self.layout.size]
+        found = [torch.zeros_like(like) for _ in range(self.joint.count)]
+        self.joint.add(joined, *found)
+        return found
+
     def mix(self, *variables: Tensor) -> Conversation:
         """The variables ← G of each."""
-        if self.joint is None:
-            yield from self.averaging.step(*variables)
-            return
-        self.joint.load(*variables)
-        yield from self.averaging.step(self.joint.buffer)
-        self.joint.store(*variables)
+        yield from self.averaging.step(self.joined(*variables))
+        if self.joint is not None:
+            self.joint.store(*variables)
 
     def begin_at(self, point: Tensor) -> None:
         """See `averaging.Copies`. Other variables than the model begin at 0."""
@@ -203,6 +217,10 @@ class OuterRule(GossipRule):
 
     x is the slow model at the end of a round. In between, it is the fast one.
 
+    Late messages have the same effect on the next slow model as those in time. A worker that knows
+    of a death or a join restarts with c = 0, and applies exchanges of z only where both messages
+    and the worker have one view, as in GradientTracking.
+
     Invariant: Σ_i c_i = 0.
 
     Args:
@@ -221,10 +239,16 @@ class OuterRule(GossipRule):
     """
 
     kinds: ClassVar[frozenset[Kind]] = ANY
-    in_place = clips = keeps_slow = limits_rate = True
-    variables: ClassVar[tuple[str, ...]] = ("steps", "slow", "previous", "c", "sum")
-    kept: ClassVar[tuple[str, ...]] = ("steps",)
-    conserved: ClassVar[tuple[str, ...]] = ("slow", "previous")
+    in_place = True
+    state: ClassVar[dict[str, Variable]] = {
+        "steps": Variable.KEPT,
+        "slow": Variable.CONSERVED,
+        "previous": Variable.CONSERVED,
+        "c": Variable.RESET,
+        "sum": Variable.RESET,
+        "begun": Variable.IN_STEP,
+        "averaged": Variable.IN_STEP,
+    }
     messages: ClassVar[int] = 1  # of D elements a round, without that of the correction
 
     def __init__(
@@ -238,7 +262,7 @@ class OuterRule(GossipRule):
         correction_rate: float | None = None,
         fragments: int = 1,
     ):
-        super().__init__(workers)
+        super().__init__(workers, variables=0)
         checks.at_least_one("local_steps", local_steps)
         _check_rates(outer_rate, outer_momentum)
         known = isinstance(gradient_correction, bool)
@@ -253,11 +277,17 @@ class OuterRule(GossipRule):
             for tensors in divided(self._layout, fragments)
         ]
         self._averaging = Fragments(self._fragments)
+        if self._fragments[0].joint is not None:
+            self.layout = self._fragments[0].joint.layout
         if gradient_correction:
             _check_correction(self._network, self._fragments[0].averaging)
         self._slow, self._previous = torch.zeros_like(self._x), torch.zeros_like(self._x)
         corrected = self._x if gradient_correction else self._x[:, :0]
         self._c, self._sum = torch.zeros_like(corrected), torch.zeros_like(corrected)
+        self._begun = False
+        # The variables that the messages of this step average, and those of the fragment.
+        self._averaged: list[Tensor] = []
+        self._own = self._flat()
 
     @classmethod
     def largest_rate(cls, topology: Topology, options: Mapping[str, Any]) -> float:
@@ -272,29 +302,67 @@ class OuterRule(GossipRule):
         raise NotImplementedError
 
     def begin_after(self, steps: int) -> None:
-        if steps % self._local_steps:
-            raise ValueError(
-                f"add_param_group() after {steps} steps: call it after a multiple of "
-                f"local_steps={self._local_steps}, when messages have been sent"
-            )
+        self._steps = steps
 
-    def step(self) -> RuleStep:
-        if self._steps == 0:
+    @property
+    def exchanging(self) -> bool:
+        return self._steps % self._interval == 0
+
+    def begin(self) -> None:
+        if not self._begun:
             self._slow.copy_(self._x)
             self._previous.copy_(self._first_memory())
-        g = yield self._gradient()
-        if g is not None:
-            if self._corrects:
-                self._sum.add_(g.add_(self._c))
-            self._correct()
-        yield Update(g)
+            self._begun = True
+
+    def correct(self, g: Tensor) -> None:
+        if self._corrects:
+            self._sum.add_(g.add_(self._c))
+
+    def update(self, u: Tensor | None) -> None:
         self._steps += 1
-        if self._steps % self._interval == 0:
-            fragment = self._due()
-            own = Variables(*fragment.take(*self._flat()))
-            yield from self._outer_step(fragment, own)
+        if self.exchanging:
+            own = self._own = Variables(*self._due().take(*self._flat()))
+            if not self.overlapping:
+                self._averaged = [*self._outgoing(own), *self._correcting(own)]
+
+    def variables(self) -> Tensor:
+        of_all = self._averaged or [self._x] * (self.messages + self._corrects)
+        return self._fragments[0].joined(*of_all)
+
+    def mixing(self) -> Conversation:
+        yield from self._due().mix(*self._averaged)
+
+    def add(self, u: Tensor, edge: int | None = None, agreed: bool = True) -> None:
+        """Apply an exchange of the whole model. After its round, it has the same effect."""
+        changes = self._fragments[0].split(u)
+        of_z = [changes.pop()] if self._corrects else []
+        if self._averaged:
+            changes += of_z if agreed else []
+            for variable, change in zip(self._averaged, changes, strict=False):
+                variable.add_(change)
+            return
+        self._add_late(*changes)
+        for change in of_z if agreed else []:
+            self._c.add_(change, alpha=self._alpha)
+
+    def settle(self) -> None:
+        if self.exchanging:
+            own = self._own
+            self._outer_step(own, *self._averaged[: self.messages])
+            self._corrected(own, *self._averaged[self.messages :])
             own.slow.copy_(own.x)
-            fragment.put(own, *self._flat())
+            self._due().put(own, *self._flat())
+            self._averaged = []
+
+    def restart(self) -> None:
+        self._c.zero_()
+        for z in self._averaged[self.messages :]:
+            self._c.sub_(z, alpha=self._alpha)  # since it is added when the round ends
+
+    def load_variables(self, state: Mapping[str, Any]) -> None:
+        super().load_variables(state)
+        self._begun = state.get("begun", self._steps > 0)
+        self._own = self._flat()
 
     def _due(self) -> Fragment:
         """The fragment whose round begins and ends between this step and the next."""
@@ -308,24 +376,31 @@ class OuterRule(GossipRule):
         """The memory of the outer momentum at the start."""
         return self._x
 
-    def _gradient(self) -> Gradient:
-        """The request for the gradients, with the messages that are in flight."""
-        return Gradient()
-
-    def _outer_step(self, fragment: Fragment, own: Variables) -> RuleStep:
-        """x ← the slow model after this round, from the fast one x and the slow one before."""
+    def _outgoing(self, own: Variables) -> list[Tensor]:
+        """The variables that messages average, from the fast model and the slow one before."""
         raise NotImplementedError
 
-    def _mix(self, fragment: Fragment, own: Variables, *variables: Tensor) -> Conversation:
-        """The variables ← G of each, and c ← c + α (G(z) − z)."""
+    def _outer_step(self, own: Variables, *averaged: Tensor) -> None:
+        """x ← the slow model after this round, with the averaged variables."""
+        raise NotImplementedError
+
+    def _add_late(self, *changes: Tensor) -> None:
+        """Apply changes of the averaged variables of a round that has ended."""
+        raise NotImplementedError
+
+    def _correcting(self, own: Variables) -> list[Tensor]:
+        """z, which a correction has to average. c ← c − α z."""
         if not self._corrects:
-            yield from fragment.mix(*variables)
-            return
+            return []
         z = own.sum.div_(max(1, min(self._steps, self._local_steps)))
         own.c.sub_(z, alpha=self._alpha)
-        yield from fragment.mix(*variables, z)
-        own.c.add_(z, alpha=self._alpha)
-        own.sum.zero_()
+        return [z]
+
+    def _corrected(self, own: Variables, *averaged: Tensor) -> None:
+        """c ← c + α z, where z is averaged."""
+        for z in averaged:
+            own.c.add_(z, alpha=self._alpha)
+            own.sum.zero_()
 
 
 def _check_rates(outer_rate: float, outer_momentum: float) -> None:
@@ -388,10 +463,7 @@ class DiLoCo(OuterRule):
         overlapping: Whether messages are in flight during a gradient.
     """
 
-    overlaps = True
-    sequential: ClassVar[frozenset[Kind]] = ANY
-    variables: ClassVar[tuple[str, ...]] = (*OuterRule.variables, "mixed")
-    conserved: ClassVar[tuple[str, ...]] = (*OuterRule.conserved, "mixed")
+    state: ClassVar[dict[str, Variable]] = {**OuterRule.state, "mixed": Variable.CONSERVED}
 
     def __init__(
         self,
@@ -414,7 +486,7 @@ class DiLoCo(OuterRule):
             correction_rate=correction_rate,
             fragments=fragments,
         )
-        self._overlapping = overlapping
+        self.overlapping = overlapping
         self._mixed = torch.zeros_like(self._x if overlapping else self._x[:, :0])
         self._taken, self._all_turns = 0, self._interval  # of the messages in flight
 
@@ -423,18 +495,18 @@ class DiLoCo(OuterRule):
         overlaps = options["overlapping"]
         return (outer_stability.overlapping_diloco if overlaps else outer_stability.diloco,)
 
-    def _gradient(self) -> Gradient:
-        if not self._overlapping:
-            return Gradient()
+    def before(self) -> Conversation | None:
+        if not self.overlapping:
+            return None
         position, meanwhile = self._steps % self._interval, None
         if position == 0:
             due = self._fragments if self._steps == 0 else [self._due()]
             meanwhile = self._counted(together(*(self._mix_slow(fragment) for fragment in due)))
             self._taken = 0
-        if self._corrects or position == self._interval - 1:
-            return Gradient(meanwhile)
+        is_last = self._corrects or position == self._interval - 1
         until_now = (position + 1) * self._all_turns // self._interval
-        return Gradient(meanwhile, until_now - self._taken)
+        self.turns = None if is_last else until_now - self._taken
+        return meanwhile
 
     def _counted(self, conversation: Conversation) -> Conversation:
         """The conversation, with its turns counted. There are as many in each round."""
@@ -450,23 +522,32 @@ class DiLoCo(OuterRule):
 
     def _mix_slow(self, fragment: Fragment) -> Conversation:
         own = Variables(*fragment.take(*self._flat()))
-        mixed = own.slow.clone()
-        yield from self._mix(fragment, own, mixed)
+        mixed, z = own.slow.clone(), self._correcting(own)
+        yield from fragment.mix(mixed, *z)
+        self._corrected(own, *z)
         fragment.put([own.c, own.sum], self._c, self._sum)
         if len(self._fragments) == 1:
             self._mixed.copy_(mixed)
         else:
             fragment.put([mixed], self._mixed)
 
-    def _outer_step(self, fragment: Fragment, own: Variables) -> RuleStep:
-        v = own.slow
-        if self._overlapping:
-            (mixed,) = fragment.take(self._mixed)
-            v.sub_(own.x).mul_(-self._mu).add_(mixed)
+    def _outgoing(self, own: Variables) -> list[Tensor]:
+        return [own.slow.lerp_(own.x, self._mu)]
+
+    def _outer_step(self, own: Variables, *averaged: Tensor) -> None:
+        if self.overlapping:
+            (mixed,) = self._due().take(self._mixed)
+            v = own.slow.sub_(own.x).mul_(-self._mu).add_(mixed)
         else:
-            yield Mix(self._mix(fragment, own, v.lerp_(own.x, self._mu)))
+            (v,) = averaged
         torch.sub(v, own.previous, out=own.x).mul_(self._beta).add_(v)
         own.previous.copy_(v)
+
+    def _add_late(self, *changes: Tensor) -> None:
+        (change,) = changes
+        self._previous.add_(change)
+        for variable in (self._x, self._slow):
+            variable.add_(change, alpha=1 + self._beta)
 
 
 class GASLoC(OuterRule):
@@ -482,16 +563,28 @@ class GASLoC(OuterRule):
     Cost of a round: that of DiLoCo.
     """
 
+    state: ClassVar[dict[str, Variable]] = {**OuterRule.state, "momentum": Variable.IN_STEP}
+    _momentum = torch.zeros(0)  # β (y − y') while y is averaged
+
     @classmethod
     def _recurrence(cls, options: Mapping[str, Any]) -> tuple[Any, ...]:
         return (outer_stability.gasloc,)
 
-    def _outer_step(self, fragment: Fragment, own: Variables) -> RuleStep:
+    def _outgoing(self, own: Variables) -> list[Tensor]:
         y = own.slow.lerp_(own.x, self._mu)
-        torch.sub(y, own.previous, out=own.x).mul_(self._beta)
+        self._momentum = torch.sub(y, own.previous).mul_(self._beta)
         own.previous.copy_(y)
-        yield Mix(self._mix(fragment, own, y))
-        own.x.add_(y)
+        return [y]
+
+    def _outer_step(self, own: Variables, *averaged: Tensor) -> None:
+        (y,) = averaged
+        torch.add(self._momentum, y, out=own.x)
+        self._momentum = y.new_zeros(0)
+
+    def _add_late(self, *changes: Tensor) -> None:
+        (change,) = changes
+        for variable in (self._x, self._slow):
+            variable.add_(change)
 
 
 class NoLoCo(OuterRule):
@@ -557,9 +650,17 @@ class NoLoCo(OuterRule):
     def _first_memory(self) -> Tensor:
         return torch.zeros_like(self._x)
 
-    def _outer_step(self, fragment: Fragment, own: Variables) -> RuleStep:
-        delta, momentum, mixed = own.x.sub_(own.slow), own.previous, own.slow.clone()
-        yield Mix(self._mix(fragment, own, mixed, delta))
-        momentum.mul_(self._beta).add_(delta, alpha=self._mu)
+    def _outgoing(self, own: Variables) -> list[Tensor]:
+        return [own.slow.clone(), own.x - own.slow]
+
+    def _outer_step(self, own: Variables, *averaged: Tensor) -> None:
+        mixed, delta = averaged
+        momentum = own.previous.mul_(self._beta).add_(delta, alpha=self._mu)
         momentum.add_(mixed.sub_(own.slow), alpha=self._gamma)
         torch.add(own.slow, momentum, out=own.x)
+
+    def _add_late(self, *changes: Tensor) -> None:
+        pull, delta = changes
+        change = delta.mul_(self._mu).add_(pull, alpha=self._gamma)
+        for variable in (self._x, self._slow, self._previous):
+            variable.add_(change)

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from powergossip.algorithms.averaging import Kind
-from powergossip.algorithms.learning.gossip_rule import ANY, GossipRule, Workers
-from powergossip.algorithms.learning.interface import Gradient, Mix, RuleStep, Update
+from powergossip.algorithms.learning.gossip_rule import ANY, GossipRule, Variable, Workers
 
 _LEAST_RATE = 1e-8  # by which a displacement is divided
 _RESTART = 10.0  # times the learning rate of the step before, or more
@@ -28,16 +27,21 @@ def restart(before: float, rate: float) -> float:
 
 
 class _QuasiGlobal(GossipRule):
-    """x_i ← G(x + u)_i, or with overlapping G(x)_i + u_i; then m from x' − x of the whole step."""
+    """x_i ← G(x + u)_i, or with overlapping G(x)_i + u_i; then m from x' − x of the whole step.
+
+    Where messages may be late, the displacement of x_i between own steps has its place.
+    """
 
     kinds: ClassVar[frozenset[Kind]] = ANY
-    owns_momentum = overlaps = True
+    overlaps: ClassVar[frozenset[Kind]] = ANY
 
     def __init__(self, workers: Workers, *, overlapping: bool = False):
         super().__init__(workers)
-        self._overlapping = overlapping
-        self._averaging = self._make(self._layout)
+        self.overlapping = overlapping
         self._before = torch.empty_like(self._x)
+
+    def begin(self) -> None:
+        self._before.copy_(self._x)
 
 
 class QuasiGlobalMomentum(_QuasiGlobal):
@@ -58,8 +62,11 @@ class QuasiGlobalMomentum(_QuasiGlobal):
 
     optimizers: ClassVar[tuple[str, ...]] = ("sgd",)
     reads_rate = True
-    variables: ClassVar[tuple[str, ...]] = ("m", "rate")
-    kept: ClassVar[tuple[str, ...]] = ("m", "rate")
+    state: ClassVar[dict[str, Variable]] = {
+        "m": Variable.KEPT,
+        "rate": Variable.KEPT,
+        "before": Variable.IN_STEP,
+    }
 
     def __init__(
         self,
@@ -75,26 +82,20 @@ class QuasiGlobalMomentum(_QuasiGlobal):
         self._tilde = torch.zeros_like(self._x)
         self._rate = 0.0  # η of the last step that was not 0
 
-    def step(self) -> RuleStep:
-        x, m, beta = self._x, self._m, self._momentum
-        before = self._before.copy_(x)
-        g = yield Gradient(self._averaging.step(x) if self._overlapping else None)
-        if g is not None:
-            factor = restart(self._rate, self._local.rate)
-            if factor != 1:
-                m.mul_(factor)
-            tilde = torch.add(g, m, alpha=beta, out=self._tilde)
-            if self._nesterov:
-                g.add_(tilde, alpha=beta)
-            else:
-                g.copy_(tilde)
-        u = yield Update(g)
-        x.add_(u)
-        if not self._overlapping:
-            yield Mix(self._averaging.step(x))
+    def direct(self, g: Tensor) -> None:
+        factor = restart(self._rate, self._local.rate)
+        if factor != 1:
+            self._m.mul_(factor)
+        tilde = torch.add(g, self._m, alpha=self._momentum, out=self._tilde)
+        if self._nesterov:
+            g.add_(tilde, alpha=self._momentum)
+        else:
+            g.copy_(tilde)
+
+    def settle(self) -> None:
         if has_moved(self._local.rate):
-            self._rate = self._local.rate
-            m.mul_(beta).add_(before.sub_(x), alpha=(1 - beta) / self._rate)
+            self._rate, beta = self._local.rate, self._momentum
+            self._m.mul_(beta).add_(self._before.sub_(self._x), alpha=(1 - beta) / self._rate)
 
 
 class QuasiGlobalAdam(_QuasiGlobal):
@@ -115,9 +116,12 @@ class QuasiGlobalAdam(_QuasiGlobal):
     """
 
     optimizers: ClassVar[tuple[str, ...]] = ("adamw",)
-    needs_norm = True
-    variables: ClassVar[tuple[str, ...]] = ("steps", "m", "v")
-    kept: ClassVar[tuple[str, ...]] = ("m", "steps", "v")
+    state: ClassVar[dict[str, Variable]] = {
+        "steps": Variable.KEPT,
+        "m": Variable.KEPT,
+        "v": Variable.KEPT,
+        "before": Variable.IN_STEP,
+    }
 
     def __init__(
         self,
@@ -129,26 +133,21 @@ class QuasiGlobalAdam(_QuasiGlobal):
         adam_epsilon: float = 1e-8,
     ):
         super().__init__(workers, overlapping=overlapping)
+        workers.check_whole()
+        self._norms = workers.norms
         self._betas, self._epsilon = (adam_beta1, adam_beta2), adam_epsilon
         self._m, self._v = torch.zeros_like(self._x), torch.zeros_like(self._x)
         self._steps = 0
 
-    def step(self) -> RuleStep:
-        x = self._x
-        before = self._before.copy_(x)
-        g = yield Gradient(self._averaging.step(x) if self._overlapping else None)
-        if g is not None:
-            self._steps += 1
-            first, second = (1 - beta**self._steps for beta in self._betas)
-            m, v = self._moments(g)
-            torch.div(m, v.div_(second).sqrt_().add_(self._epsilon), out=g).div_(first)
-        u = yield Update(g)
-        x.add_(u)
-        if not self._overlapping:
-            yield Mix(self._averaging.step(x))
-        moved = before.sub_(x)
-        norms = self._layout.norms(moved).clamp_(min=torch.finfo(moved.dtype).tiny)
-        self._m, self._v = self._moments(moved.div_(norms))
+    def direct(self, g: Tensor) -> None:
+        self._steps += 1
+        first, second = (1 - beta**self._steps for beta in self._betas)
+        m, v = self._moments(g)
+        torch.div(m, v.div_(second).sqrt_().add_(self._epsilon), out=g).div_(first)
+
+    def settle(self) -> None:
+        moved = self._before.sub_(self._x)
+        self._m, self._v = self._moments(moved.div_(self._norms(moved)))
 
     def _moments(self, of: Tensor) -> tuple[Tensor, Tensor]:
         beta1, beta2 = self._betas

@@ -9,6 +9,7 @@ from powergossip import checks
 from powergossip import options as _options
 from powergossip.algorithms.averaging import Averaging, Kind, kind_of
 from powergossip.algorithms.compressed import ChocoGossip
+from powergossip.algorithms.learning.accelerated import A2CiD2
 from powergossip.algorithms.learning.dpsgd import DPSGD
 from powergossip.algorithms.learning.exact_diffusion import ExactDiffusion
 from powergossip.algorithms.learning.gossip_rule import (
@@ -49,6 +50,8 @@ LEARNING: dict[str, type[GossipRule]] = {
     "noloco": NoLoCo,
 }
 DEFAULT = "dpsgd"
+# Names of `gossip` in train.py with a learning rule of their own, in place of D-PSGD.
+POLICIES: dict[str, type[A2CiD2]] = {"a2cid2": A2CiD2}
 # Options of averaging rules whose default depends on the learning rule, for rules that have them.
 # Exact diffusion over public copies learns slowly with coarse quantization, and may diverge.
 AVERAGING_DEFAULTS: dict[tuple[str, str], dict[str, Any]] = {
@@ -167,28 +170,29 @@ def _examples(found: type[GossipRule]) -> str:
 def overlapping(name: str, averaging: Averaging) -> bool:
     """The default of `overlapping`: whether messages are in flight during the gradient."""
     found = LEARNING[name]
-    follows = isinstance(averaging, ExactMean) and not found.overlaps_mean
-    return found.overlaps and not follows and kind_of(averaging) not in found.sequential
+    follows = isinstance(averaging, ExactMean) and not found.stateless
+    return not follows and kind_of(averaging) in found.overlaps
 
 
 def check_overlapping(
-    name: str, averaging_name: str, averaging: Averaging, overlapping: bool
+    name: str, overlapping: bool, averaging_name: str = "", averaging: Averaging | None = None
 ) -> None:
     """Raise ValueError for a learning rule that cannot have this value."""
     found = LEARNING[name]
+    chosen = "overlapping" in options(name)
     if not overlapping:
-        if found.always_overlaps:
+        if found.overlaps and not chosen:
             raise ValueError(
                 f"overlapping=false: use true with learning={name}, whose messages are those "
                 "before the gradient"
             )
         return
-    if not found.overlaps:
+    if not found.overlaps and not chosen:
         raise ValueError(
             f"overlapping=true: use false with learning={name}, whose messages depend on the "
             "gradient"
         )
-    if isinstance(averaging, ExactMean) and not found.overlaps_mean:
+    if isinstance(averaging, ExactMean) and not found.stateless:
         raise ValueError(
             f"overlapping=true: use false with learning={name} and optimizer={averaging_name}, "
             "whose mean follows the local update"
@@ -208,7 +212,7 @@ def accepting(
             return False
         return True
 
-    return [name for name, row in LEARNING.items() if row.for_different_data and works(name)]
+    return [name for name, row in LEARNING.items() if not row.stateless and works(name)]
 
 
 def options(name: str, local_optimizer: str = "sgd") -> dict[str, Any]:
@@ -238,7 +242,7 @@ def averaging_defaults(name: str, averaging_name: str) -> dict[str, Any]:
 
     A diffusion rate of None depends on topology and tensors, see algorithms.default_rate.
     """
-    rate = {"diffusion_rate": None} if LEARNING[name].limits_rate else {}
+    rate = {"diffusion_rate": None} if LEARNING[name].limits_rate() else {}
     return rate | AVERAGING_DEFAULTS.get((name, averaging_name), {})
 
 
@@ -255,13 +259,12 @@ def with_local_steps() -> str:
 
 def largest_rate(name: str, topology: Topology, options: Mapping[str, Any]) -> float:
     """The diffusion rate from which a rule with these options is unstable. Infinite for most."""
-    found = LEARNING[name]
-    return found.largest_rate(topology, options) if found.limits_rate else math.inf
+    return LEARNING[name].largest_rate(topology, options)
 
 
 def without(name: str) -> tuple[str, ...]:
     """Options of averaging rules that have no effect with a learning rule."""
-    return LEARNING[name].without
+    return ("diffusion_rate", "copy_rate") if LEARNING[name].relays else ()
 
 
 def make(name: str, workers: Workers, local_optimizer: str = "sgd", **given: Any) -> GossipRule:

@@ -19,7 +19,6 @@ from powergossip.algorithms.learning.gossip_rule import (
     GossipRule,
     Workers,
 )
-from powergossip.algorithms.learning.interface import Gradient, Mix, RuleStep, Update
 from powergossip.compressors import Codec
 from powergossip.network import Conversation, Network, ToEach
 from powergossip.parameters import Layout
@@ -66,10 +65,9 @@ class RelaySGD(GossipRule):
 
     kinds: ClassVar[frozenset[Kind]] = WITHOUT_COPIES | {Kind.BIASED_COPIES}
     static = relays = True
-    without: ClassVar[tuple[str, ...]] = ("diffusion_rate", "copy_rate")
 
     def __init__(self, workers: Workers, *, correction: float | str = "auto"):
-        super().__init__(workers)
+        super().__init__(workers, variables=0)
         self._layout.check_undivided("learning=relay-sgd")
         averaging = self._make(self._layout)  # of which it has the codec
         is_rate = checks.is_finite(correction) and float(correction) > 0
@@ -93,15 +91,13 @@ class RelaySGD(GossipRule):
             return CompressedRelay(self._network, tree, x, self._layout, averaging.codec)
         return Relay(self._network, tree, x)
 
-    def step(self) -> RuleStep:
-        g = yield Gradient()
-        u = yield Update(g)
+    def update(self, u: Tensor | None) -> None:
+        assert u is not None
         for coordinates, c in zip(self._coordinates, self._corrections, strict=True):
             u[:, coordinates] *= c
         self._x.add_(u)
-        yield Mix(self._relaying())
 
-    def _relaying(self) -> Conversation:
+    def mixing(self) -> Conversation:
         received = yield tuple(relay.message() for relay in self._relays)
         for relay, m in zip(self._relays, received, strict=True):
             relay.receive(m)

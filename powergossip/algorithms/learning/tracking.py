@@ -10,45 +10,37 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from powergossip.algorithms.averaging import Kind, begin_at
-from powergossip.algorithms.learning.gossip_rule import (
-    COPIES,
-    WITHOUT_COPIES,
-    GossipRule,
-    Joint,
-    Workers,
-)
-from powergossip.algorithms.learning.interface import Gradient, Mix, RuleStep, Update
-from powergossip.network import Conversation
+from powergossip.algorithms.averaging import Kind
+from powergossip.algorithms.learning.gossip_rule import COPIES, GossipRule, Variable, Workers
 
 
 class _Tracking(GossipRule):
     """y_i ← G(y)_i + v_i − v_i', with v_i' that of the step before. y and v start at 0.
 
-    x and y travel in one message per neighbor, twice the size of D-PSGD's.
+    x and y travel in one message per neighbor, twice the size of D-PSGD's. Σ_i y_i, with the
+    messages about y that are not applied yet, is Σ_i v_i, so that late ones leave the optimum as it
+    is.
+
+    With a worker, its y is lost. A worker that knows of a death or a join restarts with y_i ← v_i,
+    and applies exchanges of y only where both messages and the worker have one view. Both ends
+    skip the others: either their messages have different views, or an end that has applied them
+    restarts. Once all know the same, Σ_i y_i = Σ_i v_i again, without a common step of the restart.
     """
 
-    overlaps = True
-    sequential: ClassVar[frozenset[Kind]] = WITHOUT_COPIES
-    variables: ClassVar[tuple[str, ...]] = ("y", "v")
+    overlaps: ClassVar[frozenset[Kind]] = COPIES
+    state: ClassVar[dict[str, Variable]] = {"y": Variable.RESET, "v": Variable.RESET}
 
     def __init__(self, workers: Workers, *, overlapping: bool = False):
-        super().__init__(workers)
-        self._overlapping = overlapping or self.always_overlaps
-        self._joint = Joint(self._layout, self._x)
-        self._averaging = self._make(self._joint.layout)
+        super().__init__(workers, variables=2)
+        self.overlapping = overlapping
         self._y = torch.zeros_like(self._x)
         self._v = torch.zeros_like(self._x)
 
-    def _mixing(self) -> Conversation:
-        """x ← G(x), y ← G(y)"""
-        self._joint.load(self._x, self._y)
-        yield from self._averaging.step(self._joint.buffer)
-        self._joint.store(self._x, self._y)
+    def mixed(self) -> tuple[Tensor, ...]:
+        return self._x, self._y
 
-    def begin_at(self, point: Tensor) -> None:
-        self._joint.load(point.expand_as(self._x), torch.zeros_like(self._x))
-        begin_at(self._averaging, self._joint.buffer[0])
+    def restart(self) -> None:
+        self._y.copy_(self._v)
 
     def _follow(self, v: Tensor) -> None:
         """y ← y + v − v'"""
@@ -73,13 +65,10 @@ class GradientTracking(_Tracking):
     Invariant: mean_i y_i = mean_i u_i after the local update of every step.
     """
 
-    def step(self) -> RuleStep:
-        g = yield Gradient(self._mixing() if self._overlapping else None)
-        u = yield Update(g)
+    def update(self, u: Tensor | None) -> None:
+        assert u is not None
         self._follow(u)
         self._x.add_(self._y)
-        if not self._overlapping:
-            yield Mix(self._mixing())
 
 
 class _TrackedDirection(_Tracking):
@@ -88,29 +77,20 @@ class _TrackedDirection(_Tracking):
         v_i ← β v_i + (1 − β) g_i            v_i = g_i in the first step; β = 0 without momentum
         y_i ← G(y)_i + v_i − v_i'
 
-    The direction is y_i, or y_i/‖y_i‖ for rules with needs_norm.
+    The direction is y_i.
     """
 
-    owns_momentum = True
-    variables: ClassVar[tuple[str, ...]] = ("steps", "y", "v")
     optimizers: ClassVar[tuple[str, ...]] = ("sgd",)
+    state: ClassVar[dict[str, Variable]] = {"steps": Variable.RESET, **_Tracking.state}
 
     def __init__(self, workers: Workers, *, overlapping: bool = False):
         super().__init__(workers, overlapping=overlapping)
         self._momentum, self._steps = 0.0, 0
 
-    def step(self) -> RuleStep:
-        g = yield Gradient(self._mixing() if self._overlapping else None)
-        if g is not None:
-            self._follow(g.lerp_(self._v, self._momentum if self._steps else 0.0))
-            self._steps += 1
-            g.copy_(self._y)
-            if self.needs_norm:
-                g.div_(self._layout.norms(g).clamp_(min=torch.finfo(g.dtype).tiny))
-        u = yield Update(g)
-        self._x.add_(u)
-        if not self._overlapping:
-            yield Mix(self._mixing())
+    def direct(self, g: Tensor) -> None:
+        self._follow(g.lerp_(self._v, self._momentum if self._steps else 0.0))
+        self._steps += 1
+        g.copy_(self._y)
 
 
 class NormalizedGradientTracking(_TrackedDirection):
@@ -129,11 +109,15 @@ class NormalizedGradientTracking(_TrackedDirection):
         momentum: Momentum β.
     """
 
-    needs_norm = True
-
     def __init__(self, workers: Workers, *, overlapping: bool = False, momentum: float = 0.9):
         super().__init__(workers, overlapping=overlapping)
+        workers.check_whole()
+        self._norms = workers.norms
         self._momentum = momentum
+
+    def direct(self, g: Tensor) -> None:
+        super().direct(g)
+        g.div_(self._norms(g))
 
 
 class BEER(_TrackedDirection):
@@ -150,7 +134,10 @@ class BEER(_TrackedDirection):
     """
 
     kinds: ClassVar[frozenset[Kind]] = COPIES
-    static = always_overlaps = True
+    static = True
+
+    def __init__(self, workers: Workers):
+        super().__init__(workers, overlapping=True)
 
 
 class MoTEF(BEER):
@@ -166,6 +153,6 @@ class MoTEF(BEER):
         momentum: Momentum 1 − λ.
     """
 
-    def __init__(self, workers: Workers, *, overlapping: bool = True, momentum: float = 0.9):
-        super().__init__(workers, overlapping=overlapping)
+    def __init__(self, workers: Workers, *, momentum: float = 0.9):
+        super().__init__(workers)
         self._momentum = momentum

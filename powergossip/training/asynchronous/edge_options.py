@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from powergossip import checks
-from powergossip.algorithms import rates
+from powergossip.algorithms import learning, rates
 from powergossip.checks import BadValue
-from powergossip.events import averaging, learning, scenario
+from powergossip.events import averaging, scenario
 from powergossip.events.members import Members
 from powergossip.network import Losses, Network
 from powergossip.parameters import Layout
@@ -49,18 +49,14 @@ def delay_of(c: Settings) -> int:
     return 0 if c.gossip == "synchronous" else c.max_delay or 0
 
 
-def dual_rate_of(c: Settings) -> float:
-    """The dual rate of exact diffusion: smaller by default where exchanges are late.
-
-    Raises BadValue for a given one that is not above 0, or above 1.
-    """
-    given = c.learning_options.get("dual_rate")
-    if given is None:
-        by_default = getattr(averaging.EXCHANGES[c.optimizer], "dual_rate", 1.0)
-        return float(by_default / (1 + 2 * delay_of(c)))
-    ok = checks.is_finite(given) and 0 < given <= 1
-    checks.check("learning_options.dual_rate", given, ok, "a number above 0, at most 1")
-    return float(given)
+def late_options(c: Settings) -> dict[str, Any]:
+    """Options of the learning rule whose default differs where exchanges are late: a dual rate."""
+    if "dual_rate" not in learning.options(c.learning, c.local_optimizer):
+        return {}
+    if c.learning_options.get("dual_rate") is not None:
+        return {}
+    by_default = getattr(averaging.EXCHANGES[c.optimizer], "dual_rate", 1.0)
+    return {"dual_rate": float(by_default / (1 + 2 * delay_of(c)))}
 
 
 def acceleration_of(
@@ -88,7 +84,7 @@ def _given(c: Settings) -> str:
 def check(c: Settings, options: Mapping[str, Any], network: Network) -> None:
     """Raise ValueError for a method, topology or scenario without exchanges by edges."""
     scenario.read(c.scenario or {}, c.n_workers, c.seed)
-    if c.gossip in learning.OF_POLICIES:
+    if c.gossip in learning.POLICIES:
         _check_accelerated(c)
     if c.optimizer not in averaging.EXCHANGES:
         raise BadValue(
@@ -96,21 +92,14 @@ def check(c: Settings, options: Mapping[str, Any], network: Network) -> None:
             c.optimizer,
             f"{', '.join(averaging.EXCHANGES)} with {_given(c)}",
         )
-    known = c.learning in learning.RULES
-    if not known or (c.learning == "quasi-global-momentum" and c.local_optimizer != "sgd"):
-        raise BadValue(
-            "learning",
-            c.learning,
-            f"{', '.join(learning.RULES)} with {_given(c)} "
-            "(quasi-global-momentum with local_optimizer=sgd)",
-        )
+    relays = learning.LEARNING[c.learning].relays
+    checks.check("learning", c.learning, not relays, f"another rule with {_given(c)}")
     with errors_name_keys(c.optimizer):
         averaging.make(c.optimizer, Layout([(2, 2)]), **resolved(c, options, network))
     Members(network.topology)
-    dual_rate_of(c)
-    if c.learning == "diloco":
-        fragments, more = c.learning_options.get("fragments", 1), f"with {_given(c)}"
-        checks.check("learning_options.fragments", fragments, fragments == 1, f"1 {more}")
+    fragments, more = c.learning_options.get("fragments", 1), f"with {_given(c)}"
+    checks.check("learning_options.fragments", fragments, fragments == 1, f"1 {more}")
+    if learning.LEARNING[c.learning].in_place and not learning.LEARNING[c.learning].stateless:
         checks.check("overlapping", c.overlapping, not c.overlapping, f"false {more}")
 
 

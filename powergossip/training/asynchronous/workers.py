@@ -7,20 +7,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from powergossip.algorithms.learning import Correction
-from powergossip.events import averaging, learning
+from powergossip.algorithms import learning
+from powergossip.events import averaging
 from powergossip.events.members import Members, View, dead
 from powergossip.events.worker import Policy, Worker
 from powergossip.network.resilient.messages import octets
-from powergossip.parameters import Parameters
+from powergossip.parameters import Layout, Parameters
 from powergossip.training.asynchronous.edge_options import (
     acceleration_of,
     delay_of,
-    dual_rate_of,
+    late_options,
     resolved,
 )
 from powergossip.training.execution import Computation
 from powergossip.training.local_optimizers import LocalOptimizer
+from powergossip.training.methods import learning_rule, local_optimizer
 from powergossip.training.schedule import learning_rate
 
 
@@ -64,8 +65,7 @@ class EdgeWorkers:
         """A worker that begins after a number of steps, see events.clock.Make."""
         self._begin_epoch(index, view)
         rule = self._make_rule(index, steps)
-        if self._exchanges is None:
-            self._exchanges = averaging.make(self._config.optimizer, rule.layout, **self._options)
+        assert self._exchanges is not None
         made = Worker(index, self.members, self._exchanges, rule, self._policy, view, steps)
         self._made[index] = made
         return made
@@ -88,26 +88,25 @@ class EdgeWorkers:
             pair[0] += float(value)
             pair[1] += 1
 
-    def _make_rule(self, index: int, steps: int) -> learning.EdgeRule:
-        c, own = self._config, self._config.learning == "quasi-global-momentum"
+    def _make_rule(self, index: int, steps: int) -> learning.GossipRule:
+        c = self._config
         row: Any = _Row(self._parameters, self.rows[index])
-        local = LocalOptimizer(row, c, *((0.0, "sgd") if own else (None, None)))
-        self._locals[index] = local
-        more: dict[str, Any] = {}
-        if own:
-            more = {"momentum": c.momentum, "nesterov": c.nesterov and c.momentum > 0}
-        elif c.learning == "exact-diffusion":
-            more = {"dual_rate": dual_rate_of(c)}
-        elif c.learning == "diloco":
-            more = {"local_steps": c.local_steps, "steps": steps, **c.learning_options}
-        elif c.gossip in learning.OF_POLICIES:
-            more = {"acceleration": acceleration_of(c, self._options, self._network.topology)}
-        kind: type[Any] = learning.OF_POLICIES.get(c.gossip, learning.RULES[c.learning])
-        correct = Correction(row, local.coupled_decay, c.gradient_clipping)
-        learner = learning.Learner(
-            row.x, row.grad, row.layout, local, correct, overlapping=bool(c.overlapping)
+        accelerated = learning.POLICIES.get(c.gossip)
+        local = self._locals[index] = local_optimizer(c, row)
+        workers = learning.Workers(
+            self._network, self._averaging, row, local, local.coupled_decay, c.gradient_clipping
         )
-        return kind(learner, **more)
+        if accelerated is not None:
+            constants = acceleration_of(c, self._options, self._network.topology)
+            return accelerated(workers, acceleration=constants)
+        rule = learning_rule(c, workers, **late_options(c))
+        rule.begin_after(steps)
+        return rule
+
+    def _averaging(self, layout: Layout) -> averaging.Exchanges:
+        if self._exchanges is None:
+            self._exchanges = averaging.make(self._config.optimizer, layout, **self._options)
+        return self._exchanges
 
     def _begin_epoch(self, worker: int, view: View) -> None:
         redistributed = self._config.data_of_lost == "redistributed"
