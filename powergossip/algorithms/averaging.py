@@ -78,7 +78,8 @@ def kind_of(averaging: Averaging) -> Kind:
     """The kind of an averaging rule: OTHER unless it has another one."""
     if isinstance(averaging, Weighted):
         return Kind.WEIGHTED
-    return averaging.kind if isinstance(averaging, Incremental) else Kind.OTHER
+    kind = getattr(averaging, "kind", None)
+    return kind if isinstance(kind, Kind) else Kind.OTHER
 
 
 @runtime_checkable

@@ -35,6 +35,7 @@ from torch import Tensor
 from powergossip import checks, compressors, randomness
 from powergossip import options as _options
 from powergossip.algorithms import rates
+from powergossip.algorithms.averaging import Kind
 from powergossip.algorithms.directions import NOISE, orthonormalizing
 from powergossip.algorithms.power_gossip import PowerGossip
 from powergossip.compressors import BySize, Codec
@@ -66,9 +67,11 @@ class Exchanges(Protocol):
 
     Attributes:
         rounds: Number of exchanges on each edge in a step of the synchronous rule.
+        kind: That of all of them: both ends compute u_ij = −u_ji.
     """
 
     rounds: int
+    kind: Kind
 
     def end(self, i: int, j: int, like: Tensor, incarnation: int | None = None) -> End:
         """The end at worker i of its edge with j, in the state at the start.
@@ -93,7 +96,7 @@ class PlainExchanges:
         Xiao & Boyd (2004), doi:10.1016/j.sysconle.2004.02.022.
     """
 
-    rounds = 1
+    rounds, kind = 1, Kind.ANTISYMMETRIC
 
     def __init__(self, layout: Layout, *, diffusion_rate: float = 1.0):
         del layout  # a parameter of all rules
@@ -144,7 +147,7 @@ class PowerExchanges:
         Vogels, Karimireddy & Jaggi (2020), arXiv:2008.01425, Algorithm 1.
     """
 
-    dual_rate = PowerGossip.dual_rate
+    dual_rate, kind = PowerGossip.dual_rate, Kind.ANTISYMMETRIC
 
     def __init__(
         self,
@@ -297,7 +300,7 @@ class ChocoExchanges:
         Koloskova, Stich & Jaggi (2019), arXiv:1902.00340, Algorithm 1.
     """
 
-    rounds = 1
+    rounds, kind = 1, Kind.ANTISYMMETRIC
 
     def __init__(
         self,

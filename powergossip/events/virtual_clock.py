@@ -5,7 +5,7 @@ arrive before workers go on, and otherwise events happen in the order in which t
 """
 
 import heapq
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -116,12 +116,16 @@ class VirtualClock:
         self.now, kind, _, values = heapq.heappop(self._heap)
         getattr(self, f"_{_KINDS[kind]}")(*values)
 
-    def unapplied(self) -> Tensor:
-        """The sum [D'] of all u_ij that are applied at j's end but not at i's.
+    def unapplied(self, of: Callable[[Worker], Tensor] | None = None) -> Tensor:
+        """The sum of all u_ij that are applied at j's end but not at i's, by their effect at i.
 
         The sum of the variables of all workers and of this is conserved, as long as no worker dies
         and no message is lost at one end.
+
+        Args:
+            of: Function that returns variables of a worker, by default the models [D].
         """
+        of = of or (lambda worker: worker.rule.x[0])
         total: Tensor | float = 0.0
         for i, worker in self.workers.items():
             for j, edge in worker.edges.items():
@@ -133,9 +137,9 @@ class VirtualClock:
                     continue
                 again = deepcopy(worker)
                 again.receive(j, parts[0])
-                before = again.rule.variables()[0].clone()
+                before = of(again).clone()
                 again.apply(j)
-                total = total + (again.rule.variables()[0] - before)
+                total = total + (of(again) - before)
         return torch.as_tensor(total)
 
     def _in_flight(self, j: int, i: int) -> list[Message]:

@@ -225,6 +225,9 @@ class Network:
         """Run a conversation from its start to its end."""
         self.start(conversation).finish()
 
+    def __deepcopy__(self, memo: object) -> "Network":
+        return self  # it stands for connections
+
     def start(self, conversation: Conversation) -> "Exchange":
         """Send the first messages of a conversation. `finish()` runs the rest.
 

@@ -467,22 +467,6 @@ def test_a_restored_rule_continues_to_the_bit(name: str, options: dict[str, Any]
     assert torch.equal(resumed.x, problem.x)
 
 
-@pytest.mark.parametrize(("name", "options"), TYPICAL)
-def test_a_step_requests_the_gradient_first_and_one_update(
-    name: str, options: dict[str, Any]
-) -> None:
-    """And messages at most once, before or after the update."""
-    problem = Quadratics()
-    rule = typical(name, problem, **options)
-    for _ in range(2):
-        step, answer, kinds = rule.step(), None, []
-        while (request := learning.resumed(step, answer)) is not None:
-            kinds.append(type(request))
-            answer = torch.zeros_like(problem.x)
-        assert kinds[:2] == [learning.Gradient, learning.Update]
-        assert kinds[2:] in ([], [learning.Mix])
-
-
 # Rule → names of the state that workers keep, and of that whose mean is conserved, where a run
 # resumes with another number of workers (values: tests/training/test_elastic.py). Others: none.
 OF_WORKERS: dict[type[learning.Learning], tuple[str, str]] = {
@@ -504,7 +488,14 @@ OF_WORKERS: dict[type[learning.Learning], tuple[str, str]] = {
 
 @pytest.mark.parametrize("rule", dict.fromkeys([*OF_WORKERS, *learning.LEARNING.values()]))
 def test_names_of_the_state_that_does_not_depend_on_the_topology(rule: Any) -> None:
-    found = tuple(" ".join(sorted(names)) for names in (rule.kept, rule.conserved))
+    state = getattr(rule, "state", {})
+    kept, conserved = rule.kept, rule.conserved
+    if state:
+        kept, conserved = (
+            [name for name in state if state[name] is kind]
+            for kind in (learning.Variable.KEPT, learning.Variable.CONSERVED)
+        )
+    found = tuple(" ".join(sorted(names)) for names in (kept, conserved))
     assert found == OF_WORKERS.get(rule, ("", ""))
 
 

@@ -11,7 +11,6 @@ from torch import Tensor
 
 import train as train_py
 from powergossip import topologies
-from powergossip.algorithms import learning
 from powergossip.algorithms.learning import GossipRule, relay
 from powergossip.network import Conversation, Network, Processes, processes
 from powergossip.topologies import Tree
@@ -137,15 +136,6 @@ def test_the_correction_moves_the_mean_by_the_whole_update(topology: str) -> Non
         assert (problem.x - expected).abs().max() < 1e-9
 
 
-def lossy(step: learning.RuleStep, worker: int) -> learning.RuleStep:
-    """A step in which a worker's first messages are lost."""
-    answer = None
-    while (request := learning.resumed(step, answer)) is not None:
-        if isinstance(request, learning.Mix):
-            request = learning.Mix(losing(request.conversation, worker))
-        answer = yield request
-
-
 def losing(conversation: Conversation, worker: int) -> Conversation:
     """A conversation in which a worker's first messages are lost: they are zeros, of no model."""
     messages = next(conversation)
@@ -170,7 +160,7 @@ def test_the_own_model_takes_the_place_of_lost_messages(
     rule = relaying(problem, topology)
     for t in range(50):
         with monkeypatch.context() as patch:
-            patch.setattr(rule, "step", lambda t=t, step=rule.step: lossy(step(), t % 8))
+            patch.setattr(rule, "mixing", lambda t=t, mix=rule.mixing: losing(mix(), t % 8))
             train(rule, problem, 1)
         assert (problem.x >= low).all()
         assert (problem.x <= high).all()
@@ -187,7 +177,7 @@ def test_training_recovers_from_lost_messages(
     problem = Quadratics()
     rule = relaying(problem, topology, 0.02)
     with monkeypatch.context() as patch:
-        patch.setattr(rule, "step", lambda step=rule.step: lossy(step(), 3))
+        patch.setattr(rule, "mixing", lambda mix=rule.mixing: losing(mix(), 3))
         train(rule, problem, 100)
         assert 1e-3 < problem.error < 10
     train(rule, problem, 1500)

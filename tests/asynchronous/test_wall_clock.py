@@ -341,7 +341,7 @@ def test_the_next_writer_adds_the_rows_that_are_missing(tmp_path):
         ({"optimizer": "powersgd"}, "optimizer"),
         ({"optimizer": "deepsqueeze"}, "optimizer"),
         ({"optimizer": "dpsgd", "topology": "one-peer-exponential"}, "topology"),
-        ({"learning": "k-gt"}, "learning"),
+        ({"learning": "relay-sgd", "topology": "chain"}, "on_worker_loss"),
     ],
 )
 def test_methods_without_exchanges_by_edges_are_rejected(changes, key, with_ulfm):

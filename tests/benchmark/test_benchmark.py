@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import networkx as nx
 import numpy as np
@@ -29,7 +29,7 @@ import train
 from powergossip import algorithms, compressors, topologies
 from powergossip.algorithms import AVERAGING
 from powergossip.algorithms.aggregation import AGGREGATIONS, Aggregation
-from powergossip.algorithms.learning import LEARNING, GossipRule, Gradient, Mix, Update
+from powergossip.algorithms.learning import LEARNING, GossipRule, Variable
 from powergossip.benchmark import (
     command_line,
     comparison,
@@ -600,23 +600,28 @@ def test_a_learning_rule_learns_of_others_by_messages_only(
         return x.lerp_(x.roll(1, 0), 0.1) if leak == where else x
 
     class Mine(GossipRule):
-        variables = ("anchor", "steps")
+        state: ClassVar[dict[str, Variable]] = {"anchor": Variable.RESET, "steps": Variable.RESET}
 
         def __init__(self, workers: Any, *, local_steps: int = 1) -> None:
             super().__init__(workers)
-            self._averaging = self._make(self._layout)
             self._local_steps, self._steps = local_steps, 0
             self._anchor = self._x.clone()
 
-        def step(self) -> Any:
+        @property
+        def exchanging(self) -> bool:
+            return (self._steps + 1) % self._local_steps == 0
+
+        def begin(self) -> None:
             mixed(self._x, "model")
             self._x.lerp_(self._anchor, 0.1)
-            g = yield Gradient()
-            self._x.add_((yield Update(mixed(g, "gradient"))))
-            self._steps += 1
-            if self._steps % self._local_steps == 0:
-                yield Mix(self._averaging.step(self._x))
+
+        def direct(self, g: Tensor) -> None:
+            mixed(g, "gradient")
+
+        def settle(self) -> None:
+            if self.exchanging:
                 mixed(self._x, "end of the round")
+            self._steps += 1
 
     monkeypatch.setitem(LEARNING, "mine", Mine)
     setting = {"optimizer": "power-gossip", "learning": "mine", "local_steps": 12}

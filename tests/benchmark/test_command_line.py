@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from powergossip.algorithms import AVERAGING
-from powergossip.algorithms.learning import LEARNING, GossipRule, Gradient, Mix, Update
+from powergossip.algorithms.learning import LEARNING, GossipRule
 from powergossip.benchmark import campaign, command_line, entries, page, program, submissions
 from powergossip.benchmark.tasks import FULL, QUICK, TASKS, Values
 from powergossip.errors import BadInput
@@ -291,15 +291,9 @@ def test_an_averaging_rule_changes_x_for_a_learning_rule_too(
 
 def test_a_learning_rule_may_add_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     class Mine(GossipRule):
-        def __init__(self, workers: Any) -> None:
-            super().__init__(workers)
-            self._averaging = self._make(self._layout)
-
-        def step(self) -> Any:
-            g = yield Gradient()
-            self._x.add_((yield Update(g)))
+        def update(self, u: Tensor | None) -> None:
+            super().update(u)
             self._x.add_(0.01 * torch.randn_like(self._x))
-            yield Mix(self._averaging.step(self._x))
 
     monkeypatch.setitem(LEARNING, "mine", Mine)
     program.check(TASKS["text_same"], QUICK, {"optimizer": "dpsgd", "learning": "mine"})

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from powergossip.events.learning import A2CiD2, Acceleration, acceleration
 
+from powergossip.algorithms.learning import A2CiD2, Acceleration, acceleration
 from powergossip.events.virtual_clock import VirtualClock
 from tests.harness.averaging import graph
 from tests.harness.exchanging import learning_clock, start

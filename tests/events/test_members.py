@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from powergossip import topologies
 from powergossip.events.members import Members, dead, matrix, union, without
 from powergossip.events.virtual_clock import VirtualClock
-from tests.harness.exchanging import averaging_clock, learning_clock, start
+from tests.harness.exchanging import averaging_clock, learning_clock, settled, start
 from tests.harness.quadratics import Quadratics
 
 
@@ -148,10 +148,10 @@ def test_tracking_restarts_wherever_workers_learn_of_deaths_and_joins(name, goss
     size, moved = problem.layout.size, 0.0
     for seconds in range(61, 70):
         clock.run_until(seconds)
-        states = [worker.rule.state_dict() for worker in clock.workers.values()]
-        difference = sum(state["y"] - state["u"] for state in states)
+        states = [worker.rule.variables_dict() for worker in clock.workers.values()]
+        difference = sum(state["y"] - state["v"] for state in states)
         # In the order of the joint buffer, where y lies behind x.
-        unapplied = (torch.zeros(2 * size).double() + clock.unapplied())[size:]
+        unapplied = (torch.zeros(2 * size).double() + clock.unapplied(settled))[size:]
         torch.testing.assert_close(difference[0], -unapplied, rtol=0, atol=1e-12)
         moved = max(moved, float(unapplied.abs().max()))
     assert moved > 1e-6

@@ -1,5 +1,6 @@
 """Workers on the virtual clock, for averaging and for quadratics."""
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -81,7 +82,7 @@ def averaging_clock(
     rule = made(name, topology, n, layout, options)
     policy = Policy(gossip, max_delay)
 
-    network = Network(members.topology, dtype=x.dtype)
+    network = Network(graph(topology, n), dtype=x.dtype)
 
     def make(index: int, view: View, steps: int) -> Worker:
         row = x[index : index + 1]
@@ -113,7 +114,7 @@ def learners(
     policy = Policy(gossip, max_delay)
     kind: Callable[..., rules.GossipRule] = {**rules.LEARNING, **rules.POLICIES}[learning]
     known = _options.defaults(kind)
-    network = Network(members.topology, dtype=problem.x.dtype)
+    network = Network(graph(topology, n), dtype=problem.x.dtype)
     first, *_ = rates = [rate] if isinstance(rate, float) else rate
     own_optimizers: dict[int, SGD] = {}
 
@@ -152,3 +153,23 @@ def learning_clock(
     """A clock with learners."""
     drawn = scenario.read(values or {}, problem.n_workers, seed)
     return VirtualClock(drawn, [problem.x], *learners(problem, *arguments, **options), record)
+
+
+def settled(worker: Worker, updated: bool | None = None) -> Tensor:
+    """The variables whose sum over the workers changes by local updates and settling only, [D''].
+
+    Those after the present step, if its local update is made.
+
+    Args:
+        updated: Whether it is, by default as the phase of the worker has it.
+    """
+    rule = worker.rule
+    if updated is None:
+        updated = worker.phase == "exchange"
+    x, state = rule.x.clone(), copy.deepcopy(rule.variables_dict())
+    if updated and not rule.overlapping:
+        rule.settle()
+    found = rule.x + rule.second if isinstance(rule, rules.A2CiD2) else rule.variables().clone()
+    rule.x.copy_(x)
+    rule.load_variables(state)
+    return found[0].double()

@@ -30,15 +30,17 @@ from torch import Tensor
 import train
 from powergossip import topologies
 from powergossip.errors import Diverged, Interrupted
-from powergossip.events import event_log, learning
+from powergossip.events import event_log
 from powergossip.events.members import Members, dead, matrix
 from powergossip.events.virtual_clock import VirtualClock
+from powergossip.events.worker import Worker
 from powergossip.network import processes
 from powergossip.runs.checkpoints import Checkpoints
 from powergossip.training.asynchronous import OnVirtualClock
 from powergossip.training.config_checks import checked
 from powergossip.training.measurements import Hooks
 from powergossip.training.trainer import Trainer
+from tests.harness.exchanging import settled
 from tests.harness.fuzz_cases import Case
 
 ROUNDING = 3e-5  # of sums in single precision, relative to the largest element
@@ -111,33 +113,26 @@ def _watched(case: Case, run: Trainer) -> Iterator[None]:
         return metrics
 
     with ExitStack() as stack:
-        for rule in (*learning.RULES.values(), *learning.OF_POLICIES.values()):
-            stack.enter_context(mock.patch.object(rule, "update", moved.by(rule.update)))
+        for name in ("begin", "compute", "finish"):
+            method = moved.by(getattr(Worker, name), name == "compute")
+            stack.enter_context(mock.patch.object(Worker, name, method))
         stack.enter_context(mock.patch.object(run.execution, "train_step", checked_step))
         yield
 
 
-def _summed(rule: learning.EdgeRule) -> Tensor:
-    """The variables [D'] whose sum is conserved, in double precision."""
-    x = rule.variables().double()
-    return x + rule.second[0].double() if isinstance(rule, learning.A2CiD2) else x.clone()
-
-
 class _Moved:
-    """The sum of the local updates of all workers: total [D']."""
+    """The sum of what workers change by themselves: total [D'']."""
 
     def __init__(self) -> None:
         self.total: Tensor | float = 0.0
 
-    def by(
-        self, update: Callable[[learning.EdgeRule], None]
-    ) -> Callable[[learning.EdgeRule], None]:
-        """The update of a rule, of which this is informed."""
+    def by(self, method: Callable[[Worker], None], updates: bool) -> Callable[[Worker], None]:
+        """A method of a worker, of which this is informed. updates: whether x is updated then."""
 
-        def watched(rule: learning.EdgeRule) -> None:
-            before = _summed(rule)
-            update(rule)
-            self.total = self.total + (_summed(rule) - before)
+        def watched(worker: Worker) -> None:
+            before = settled(worker)
+            method(worker)
+            self.total = self.total + (settled(worker, updates) - before)
 
         return watched
 
@@ -150,9 +145,6 @@ class _Laws:
         values = case.train
         topology = topologies.make(values["topology"], values["n_workers"], seed=values["seed"])
         self._members = Members(topology)
-        # An exchange that moves x by u moves x + x̃ by (1 + α̃/α) u.
-        accelerated = values.get("gossip") in learning.OF_POLICIES
-        self._factor = 1 + learning.acceleration(topology).ratio if accelerated else 1.0
         loss = values["scenario"].get("loss", {})
         self._lossless = loss.get("fraction", 0) == 0 or loss["ends"] == "both"
         self._view: Any = None
@@ -204,9 +196,9 @@ class _Laws:
         view = views.pop()
         if views or set(workers) != set(everybody) - dead(view):
             return
-        variables = [_summed(worker.rule) for worker in workers.values()]
+        variables = [settled(worker) for worker in workers.values()]
         self._largest = max(self._largest, *(float(x.abs().max()) for x in variables))
-        unapplied = self._factor * self._clock.unapplied().double()
+        unapplied = self._clock.unapplied(settled)
         total = sum(variables) + unapplied - self._moved.total
         if view != self._view:
             self._view, self._sum = view, total

@@ -132,7 +132,8 @@ def law_of(name: str, averaging: str, variant: Mapping[str, Any]) -> Law:
         if (law.name, law.averaging) == (name, averaging) and is_variant == bool(variant):
             return law
     row = learning.LEARNING[name]
-    overlapping = row.overlaps and averaging in COPYING and not row.sequential & COPIES
+    chosen = "overlapping" in learning.options(name)
+    overlapping = chosen and averaging in COPYING and row.overlaps >= COPIES
     options = {"overlapping": True} if overlapping else {}
     method, given = AVERAGING[averaging]
     own = learning.averaging_defaults(name, method)
@@ -149,7 +150,7 @@ def _cells(name: str, variant: Mapping[str, Any]) -> Iterator[str]:
         else:
             yield _shown(error(law_of(name, averaging, variant)))
     row = learning.LEARNING[name]
-    if "adamw" in row.optimizers and not row.owns_momentum:
+    if "adamw" in row.optimizers and not row.directs():
         yield _shown(error(Law(name, "plain", 0.0, 7000, dict(variant), {}), adam))
     else:
         yield REJECTED

@@ -1227,7 +1227,7 @@ NUMPY: dict[str, tuple[Callable[..., object], dict[str, Any]]] = {
     **{
         f"learning={name}": (
             partial(learning_with, name),
-            {"max_norm": 0.5 if rule.clips else None, **learning.options(name)},
+            {"max_norm": 0.5 if rule.corrects() else None, **learning.options(name)},
         )
         for name, rule in learning.LEARNING.items()
         if not rule.relays  # over a tree

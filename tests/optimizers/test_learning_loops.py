@@ -144,7 +144,7 @@ def directly(
     given = dict(given)
     network = Network(topologies.make(given.pop("topology", "ring"), N), processes())
     kind = options.pop("local_optimizer", "sgd")
-    own = learning.rule(name, kind).owns_momentum
+    own = learning.rule(name, kind).directs()
     c = Settings(
         local_optimizer=kind, learning_rate=1.0, momentum=0.9, nesterov=False, weight_decay=decay
     )
@@ -168,7 +168,7 @@ def directly(
 def test_a_step_is_that_of_the_rule(name: str) -> None:
     """With momentum, weight decay and a learning rate that changes: the same parameters, but for
     the rounding of displacements, and the same bits."""
-    has_momentum = learning.rule(name).owns_momentum
+    has_momentum = learning.rule(name).directs()
     for averaging, keywords in CASES[name]:
         overlaps = keywords.get("overlapping", False)
         # The wrapped optimizer applies its weight decay after the messages, if these overlap.
@@ -349,7 +349,7 @@ def test_a_restored_optimizer_is_the_same_to_the_bit(name: str, tmp_path: Path) 
     file = tmp_path / f"{processes().rank}.pt"
     averaging, keywords = CASES[name][-1]
     method, options = averaging
-    momentum = 0.0 if learning.rule(name).owns_momentum else 0.9
+    momentum = 0.0 if learning.rule(name).directs() else 0.9
 
     def made(start: float) -> tuple[Quadratic, GossipOptimizer]:
         model = Quadratic(processes().rank, start)

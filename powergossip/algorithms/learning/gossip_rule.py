@@ -127,8 +127,8 @@ class GossipRule:
         settle()            the step ends
 
     Messages average `mixed()`, in steps in which the rule is `exchanging`. They are in flight
-    between `begin` and `correct` if it is `overlapping`, and else between `update` and `settle`. The
-    methods of this class are those of D-PSGD.
+    between `begin` and `correct` if it is `overlapping`, and otherwise between `update` and
+    `settle`. The methods of this class are D-PSGD's.
 
     Drivers: `start` and `finish` for the flat buffers of the hosted workers, GossipOptimizer for a
     torch optimizer, `events.worker` for messages that may be late. There each edge has exchanges of
@@ -179,6 +179,11 @@ class GossipRule:
             self._averaging = self._make(self.layout)
         self._increment: Tensor | None = None
         self._exchange: Exchange | None = None  # in flight
+
+    @property
+    def x(self) -> Tensor:
+        """The models [worker, D]."""
+        return self._x
 
     @classmethod
     def directs(cls) -> bool:

@@ -326,8 +326,8 @@ class OuterRule(GossipRule):
                 self._averaged = [*self._outgoing(own), *self._correcting(own)]
 
     def variables(self) -> Tensor:
-        of_all = self._averaged or [self._x] * (self.messages + self._corrects)
-        return self._fragments[0].joined(*of_all)
+        settled = [self._x] * self.messages + [self._c] * self._corrects
+        return self._fragments[0].joined(*(self._averaged or settled))
 
     def mixing(self) -> Conversation:
         yield from self._due().mix(*self._averaged)
