@@ -27,7 +27,7 @@ Learning rules (`learning` in train.py and a row of `learning.LEARNING`), on top
     diloco                  DiLoCo                       rounds with outer momentum, 2311.08105
     gasloc, noloco          GASLoC, NoLoCo               others of these, 2606.11081, 2506.10911
 
-Asynchronous gossip (`gossip` in train.py and a row of `events.learning.OF_POLICIES`)::
+Asynchronous gossip (`gossip` in train.py and a row of `learning.POLICIES`)::
 
     a2cid2         A2CiD2        accelerated by a second copy of x   Nabli et al. (2023), 2306.08289
 

@@ -40,7 +40,7 @@ from powergossip.randomness import generator
 
 ENDS = ("one", "both")
 POLICIES = ("synchronous", "bounded", "asynchronous")  # key gossip, see worker.Policy
-LEARNING_POLICIES = (*POLICIES, "a2cid2")  # of train.py, see learning.OF_POLICIES
+LEARNING_POLICIES = (*POLICIES, "a2cid2")  # of train.py, see learning.POLICIES
 
 
 @dataclass(frozen=True)

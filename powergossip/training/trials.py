@@ -279,7 +279,7 @@ def try_learning(
     if not learns:
         raise ValueError(f"{name} does not change x by gradients; a step changes it in place")
     if not sends:
-        raise ValueError(f"{name} sends no messages; yield Mix(...) of a step of averaging")
+        raise ValueError(f"{name} sends no messages; `exchanging` is true in steps that have some")
     _check_state(name, topology, new)
     if c.optimizer in algorithms.AVERAGING:
         _check_messages(name, topology, new, max(STEPS + MORE, 2 * c.local_steps))

@@ -21,6 +21,8 @@ import yaml
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from powergossip.algorithms import learning
+from powergossip.algorithms.averaging import Kind
 from powergossip.randomness import generator
 from powergossip.tasks import Datasets
 
@@ -148,22 +150,27 @@ def _method(d: _Draws, of_exchanges: bool = False) -> dict[str, Any]:
     if d.chance(0.1):
         accelerated = {"optimizer": "dpsgd", "learning": "dpsgd", "gossip": "a2cid2"}
         return accelerated | {"momentum": d.one_of(0.0, 0.9)}
+    late = [name for name, kind in learning.LEARNING.items() if not kind.relays]
     values: dict[str, Any] = {
         "optimizer": d.one_of("dpsgd", "power-gossip", "choco"),
-        "learning": d.one_of(
-            "dpsgd", "quasi-global-momentum", "exact-diffusion", "gradient-tracking", "diloco"
-        ),
+        "learning": d.one_of("dpsgd", *late),
         "momentum": d.one_of(0.0, 0.9),
         "local_optimizer": "adamw" if d.chance(0.2) else "sgd",
     }
-    if values["learning"] == "quasi-global-momentum":
-        values |= {"local_optimizer": "sgd", "momentum": 0.9}
-    if d.chance(0.05):
-        values["learning"] = d.one_of("k-gt", "beer", "gt-nsgd")  # most are rejected
-    if values["learning"] == "diloco":
+    kind, known = learning.LEARNING[values["learning"]], learning.options(values["learning"])
+    if not d.chance(0.05):  # others are rejected
+        if not kind.kinds & {Kind.ANTISYMMETRIC}:
+            values["optimizer"] = "choco"
+        if not kind.kinds & {Kind.BIASED_COPIES} and values["optimizer"] == "choco":
+            values["optimizer"] = "dpsgd"
+    if kind.directs():
+        values["local_optimizer"] = "sgd"
+        values["momentum"] = 0.9 if "momentum" in known else 0.0
+    if "local_steps" in known:
         values["local_steps"] = d.integer(1, 3)
+    if "gradient_correction" in known:
         values["learning_options"] = {"gradient_correction": d.chance(0.5)}
-    elif values["learning"] != "exact-diffusion":
+    elif "overlapping" in known:
         values["overlapping"] = d.one_of(None, True, False)
     if values["optimizer"] == "power-gossip":
         values |= {
