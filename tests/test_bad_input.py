@@ -277,10 +277,8 @@ OF_EVENTS: list[Row] = [
          "scenario.deaths"),
     )],
     *[(f"scenario={{}} {more}", f"error: {key}=") for more, key in (
-        ("local_steps=2", "local_steps"),
         ("batched_gradients=on", "batched_gradients"),
         ("optimizer=moniqua", "optimizer"),
-        ("learning=k-gt", "learning"),
         ("data_of_lost=lost", "data_of_lost"),
         ("topology=one-peer-exponential", "topology"),
         ("optimizer_rank=0", "optimizer_rank"),

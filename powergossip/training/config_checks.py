@@ -324,8 +324,6 @@ def _check_events(c: Settings, processes: Processes) -> None:
         )
     if apart:
         given = "a scenario" if c.scenario is not None else given
-        one = c.local_steps == 1 or c.learning == "diloco"
-        checks.check("local_steps", c.local_steps, one, f"1 with {given}, or learning=diloco")
         on = c.batched_gradients == "on"
         checks.check("batched_gradients", c.batched_gradients, not on, f"auto or off with {given}")
     else:

@@ -108,7 +108,8 @@ def _check_accelerated(c: Settings) -> None:
 
     Gives `overlapping` its value: exchanges follow the local update.
     """
-    accepted = {"optimizer": "dpsgd", "learning": "dpsgd", "local_optimizer": "sgd"}
+    accepted: dict[str, object] = {"optimizer": "dpsgd", "learning": "dpsgd"}
+    accepted |= {"local_optimizer": "sgd", "local_steps": 1}
     for key, value in accepted.items():
         given = getattr(c, key)
         checks.check(key, given, given == value, f"{value} with gossip={c.gossip}")
