@@ -488,9 +488,9 @@ OF_WORKERS: dict[type[learning.Learning], tuple[str, str]] = {
 
 @pytest.mark.parametrize("rule", dict.fromkeys([*OF_WORKERS, *learning.LEARNING.values()]))
 def test_names_of_the_state_that_does_not_depend_on_the_topology(rule: Any) -> None:
-    state = getattr(rule, "state", {})
     kept, conserved = rule.kept, rule.conserved
-    if state:
+    if issubclass(rule, learning.GossipRule):
+        state = rule.state
         kept, conserved = (
             [name for name in state if state[name] is kind]
             for kind in (learning.Variable.KEPT, learning.Variable.CONSERVED)
