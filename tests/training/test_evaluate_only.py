@@ -112,6 +112,4 @@ def test_no_checkpoint_takes_the_place_of_a_damaged_one(
     assert entry is not None
     (folder / "checkpoints" / f"step-{entry['step']:06d}" / "part-0.pt").write_bytes(b"")
     with pytest.raises(BadInput, match=r"part-0\.pt is damaged"):
-        main(
-            monkeypatch, "--output-dir", str(folder), "evaluate_only=true", f"checkpoint={which}"
-        )
+        main(monkeypatch, "--output-dir", str(folder), "evaluate_only=true", f"checkpoint={which}")
