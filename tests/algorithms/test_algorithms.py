@@ -236,6 +236,7 @@ def test_the_bits_are_those_of_copied_messages(
         for kind in (Network, Copying)
     )
     torch.testing.assert_close(shared, copied, rtol=0, atol=0)
+    assert (shared[1] != 0).any(0).all()  # no element is left out
 
 
 @BOTH

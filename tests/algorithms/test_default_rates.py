@@ -4,6 +4,7 @@ import statistics
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -205,15 +206,12 @@ def test_signs_have_no_default_on_a_directed_graph(rule: str) -> None:
             algorithms.make(rule, network, LAYOUT)
         algorithms.make(rule, network, LAYOUT, diffusion_rate=0.001)
         algorithms.make(rule, network, LAYOUT, compressor="qsgd")
-        given = {"compressor": "qsgd"}
-        rate = algorithms.default_rate(rule, network.topology, LAYOUT, given)
+        rate = algorithms.default_rate(rule, network.topology, LAYOUT, {"compressor": "qsgd"})
         assert isinstance(rate, float)
         for factor, said in ((1.6, 1), (1.4, 0)):
-            topology = topologies.make(graph, 8)  # one warning for each
-            given["diffusion_rate"] = factor * rate
-            texts = warned(
-                lambda: algorithms.warn_of_rate(rule, Network(topology, ALONE), LAYOUT, given)
-            )
+            again = Network(topologies.make(graph, 8), ALONE)  # one warning for each
+            known = {"compressor": "qsgd", "diffusion_rate": factor * rate}
+            texts = warned(partial(algorithms.warn_of_rate, rule, again, LAYOUT, known))
             assert len(texts) == said
     with pytest.raises(ValueError, match=r"^optimizer_compressor=sign-and-norm: use .*exponential"):
         run_of(optimizer=rule, topology="exponential")

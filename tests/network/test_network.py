@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from types import SimpleNamespace
 from typing import Any
 
+import networkx as nx
 import numpy as np
 import pytest
 import torch
@@ -81,7 +81,7 @@ def exchanged(network: Network) -> dict[str, Tensor]:
     return received
 
 
-def check_arrivals(make: Callable[[topologies.Topology], Network], n: int, name: str) -> None:
+def check_arrivals(make: Callable[[topologies.Topology], Network], n: int, name: Any) -> None:
     topology = topologies.make(name, n)
     network = make(topology)
     for t in range(2 * topology.period if topology.period > 1 else 1):
@@ -111,7 +111,8 @@ def test_messages_arrive_in_one_process(name: str, n: int) -> None:
 @pytest.mark.parametrize(("hosted", "stage"), HOSTED_AND_STAGED)
 def test_messages_arrive_between_processes(hosted: int, stage: bool) -> None:
     n = hosted * processes().size
-    for name in [*TOPOLOGIES, *TIME_VARYING]:
+    halves = nx.complete_bipartite_graph(n // 2, n - n // 2)  # all neighbors may be elsewhere
+    for name in [*TOPOLOGIES, *TIME_VARYING, halves]:
         check_arrivals(lambda topology: Network(topology, stage=stage), n, name)
 
 

@@ -341,8 +341,9 @@ def test_a_step_that_overflows_in_one_process_is_left_out_in_all(name: str) -> N
     assert torch.equal(found, scaled_loop(name, range(6), scaled=True, clip=1.0))
     assert torch.equal(*processes().gather(found))
     taken = [0, 1, 2, 3, 4, 5] if processes().rank else [0, 1, 2, 1, 3, 4, 5]
-    alone, expected = (scaled_loop(name, s, scaled=True, group=ALONE) for s in (steps, taken))
-    assert torch.equal(alone, expected)
+    alone = scaled_loop(name, steps, scaled=True, group=ALONE)
+    expected = scaled_loop(name, taken, scaled=False, group=ALONE)
+    assert (alone - expected).norm() < 1e-5 * expected.norm()
 
 
 @pytest.mark.parallel([2])

@@ -72,7 +72,9 @@ def test_a_run_is_overwritten_and_nothing_else(linked: bool, tmp_path: Path, con
         (folder / "checkpoints").symlink_to(scratch)
     for step in range(3):
         Checkpoints(folder, Processes()).save(step, range(1), {"x": torch.zeros(1)}, {})
-    (folder / "checkpoints" / "step-000002-2").mkdir()  # of a process that was killed
+    shutil.copytree(
+        folder / "checkpoints" / "step-000002", folder / "checkpoints" / "step-000002-2"
+    )
     mine = ["wandb/offline-run-x/a", "checkpoints/my-llm/a", "checkpoints/step-1/a"]
     mine += ["checkpoints/step-000001/notes.txt", "checkpoints/step-000001-copy/part-0.pt"]
     for name in mine:
