@@ -152,9 +152,9 @@ class Checkpoints:
     def return_to(self, which: str) -> None:
         """Let a checkpoint be the last one. In the first process."""
         index = self._index()
-        entry, best = index[which], index["best"]
+        entry = index[which]
         if entry != index["last"]:
-            best = best if which == "best" else None
+            best = None if entry["score"] is None else entry
             with Drafts(self._folder, self._processes.index) as drafts:
                 drafts.begin()
                 drafts.replace(_INDEX, _as_json(last=entry, best=best), sync=True)

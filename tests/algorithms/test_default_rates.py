@@ -4,6 +4,7 @@ import statistics
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -112,7 +113,7 @@ def test_copies_and_momentum_limit_a_rate_together_on_a_directed_graph() -> None
     assert found.holds, found
 
 
-@pytest.mark.parametrize("name", learning.registry.UNDAMPED)
+@pytest.mark.parametrize("name", ["gradient-tracking", "beer", "motef"])
 def test_tracking_over_copies_on_a_directed_graph_gives_a_warning(name: str) -> None:
     case = Case("directed ring 8", "choco", "qsgd", 30, steps=0)
     default_rates.topology.cache_clear()  # one warning for each
@@ -205,6 +206,13 @@ def test_signs_have_no_default_on_a_directed_graph(rule: str) -> None:
             algorithms.make(rule, network, LAYOUT)
         algorithms.make(rule, network, LAYOUT, diffusion_rate=0.001)
         algorithms.make(rule, network, LAYOUT, compressor="qsgd")
+        rate = algorithms.default_rate(rule, network.topology, LAYOUT, {"compressor": "qsgd"})
+        assert isinstance(rate, float)
+        for factor, said in ((1.6, 1), (1.4, 0)):
+            again = Network(topologies.make(graph, 8), ALONE)  # one warning for each
+            known = {"compressor": "qsgd", "diffusion_rate": factor * rate}
+            texts = warned(partial(algorithms.warn_of_rate, rule, again, LAYOUT, known))
+            assert len(texts) == said
     with pytest.raises(ValueError, match=r"^optimizer_compressor=sign-and-norm: use .*exponential"):
         run_of(optimizer=rule, topology="exponential")
     given = {"optimizer": rule, "topology": "exponential", "optimizer_diffusion_rate": 0.01}

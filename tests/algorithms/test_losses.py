@@ -73,6 +73,14 @@ def test_each_of_several_messages_is_repeated_by_itself():
     assert found == [[1, 10, 100], [1, 10, 100], [3, 30, 300]]
 
 
+def test_plain_gossip_keeps_its_own_share_of_the_mean():
+    """A lost message is 0, also where a worker could read its neighbor's model."""
+    network = Network(topologies.make("ring", 8), losses=Losses(lambda *_: True, repeat=False))
+    x = torch.ones(8, 3)
+    network.run(algorithms.PlainGossip(network).step(x))
+    torch.testing.assert_close(x, torch.full((8, 3), 1 / 3))
+
+
 def test_losses_resume_with_the_same_bits():
     x = start(8, torch.float32)
     drawn = scenario.read({"loss": {"fraction": 0.3, "ends": "both"}}, 8, 1)

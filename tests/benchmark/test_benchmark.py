@@ -901,6 +901,7 @@ def test_only_results_of_the_same_data_and_version_are_compared() -> None:
         ],
     )
     assert [line.name for line in found] == ["b", "a", "diverged"]
+    assert [line.resolution for line in found] == [1e-3] * 3  # of 1,000 test images
     assert others == ["other data", "other version"]
     of_matrices = [  # whose last bits differ between processors
         entry_of(name, result(-3.0, data=name, version=3), "consensus_random") for name in "ab"

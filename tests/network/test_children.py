@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from powergossip import launcher
 from tests.harness import launch
 
 # The page on training loops has processes() at the top of a program: children execute it again.
@@ -69,6 +70,16 @@ def test_children_have_the_rank_and_cannot_communicate(
         for *place, sentence in rows.values():
             assert place == [rank, 2, rank, 2]
             assert f"a child of process {rank}" in sentence
+
+
+def test_a_program_of_another_launch_is_no_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POWERGOSSIP_CONNECTED", "")  # restored after the test
+    launcher.mark_connected(1, 2, 1, 2)
+    assert launcher.place_of_parent() is None
+    monkeypatch.setattr("os.getpid", lambda: 1)
+    assert launcher.place_of_parent() == [1, 2, 1, 2]
+    monkeypatch.setenv("PMIX_NAMESPACE", "another")
+    assert launcher.place_of_parent() is None
 
 
 FINALIZED = """

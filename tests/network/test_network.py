@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import networkx as nx
 import numpy as np
 import pytest
 import torch
@@ -80,7 +81,7 @@ def exchanged(network: Network) -> dict[str, Tensor]:
     return received
 
 
-def check_arrivals(make: Callable[[topologies.Topology], Network], n: int, name: str) -> None:
+def check_arrivals(make: Callable[[topologies.Topology], Network], n: int, name: Any) -> None:
     topology = topologies.make(name, n)
     network = make(topology)
     for t in range(2 * topology.period if topology.period > 1 else 1):
@@ -110,7 +111,8 @@ def test_messages_arrive_in_one_process(name: str, n: int) -> None:
 @pytest.mark.parametrize(("hosted", "stage"), HOSTED_AND_STAGED)
 def test_messages_arrive_between_processes(hosted: int, stage: bool) -> None:
     n = hosted * processes().size
-    for name in [*TOPOLOGIES, *TIME_VARYING]:
+    halves = nx.complete_bipartite_graph(n // 2, n - n // 2)  # all neighbors may be elsewhere
+    for name in [*TOPOLOGIES, *TIME_VARYING, halves]:
         check_arrivals(lambda topology: Network(topology, stage=stage), n, name)
 
 
@@ -638,3 +640,31 @@ def test_a_process_that_waits_long_names_the_other(monkeypatch: pytest.MonkeyPat
         while comm.rank == 1 and not list(folder.glob(f"{place}-process 0: no * from process 1")):
             time.sleep(0.01)
         action()
+
+
+def test_a_long_wait_has_lines_that_become_rare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many short waits have none."""
+    lines: list[str] = []
+    clock, threads = [0.0], list[Callable[[], None]]()
+
+    def sleep(seconds: float) -> None:
+        clock.append(clock[-1] + seconds)
+        if clock[-1] > 300:
+            standstill.waiting(0, [1]).__enter__()
+        if clock[-1] > 900:
+            raise InterruptedError
+
+    def thread(target: Callable[[], None], daemon: bool) -> SimpleNamespace:
+        threads.append(target)
+        return SimpleNamespace(start=lambda: None)
+
+    of_time = SimpleNamespace(sleep=sleep, monotonic=lambda: clock[-1])
+    for name, value in {
+        **{"time": of_time, "threading": SimpleNamespace(Thread=thread), "watcher": None},
+        "print": lambda line, **_: lines.append(line),
+    }.items():
+        monkeypatch.setattr(standstill, name, value, raising=False)
+    with standstill.waiting(0, [0, 1, 2]), pytest.raises(InterruptedError):
+        threads[0]()
+    waits = (30, 60, 120, 240)
+    assert lines == [f"process 0: no message from process 1-2 for {s} s" for s in waits]

@@ -856,6 +856,16 @@ def test_a_model_that_is_loaded_before_the_optimizer_is_made_gives_a_warning() -
         assert found == [True] * (is_first and processes().rank > 0)
 
 
+def test_a_group_may_be_added_before_the_first_step_with_a_loaded_state() -> None:
+    model, optimizer = wrapped(OPTIMIZERS["momentum"], "dpsgd", processes=ALONE)
+    run(model, optimizer, range(2), worker=0)
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.add_param_group({"params": nn.Linear(2, 2).parameters()})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(model, optimizer, range(2, 4), worker=0)
+
+
 # Unequal numbers of steps.
 
 UNEVEN = """

@@ -289,14 +289,20 @@ class Whole(Aggregator):
 
 
 def scaled_loop(
-    name: str, steps: Any, *, scaled: bool, clip: float | None = None, zero: bool = True
+    name: str,
+    steps: Any,
+    *,
+    scaled: bool,
+    clip: float | None = None,
+    zero: bool = True,
+    group: Any = None,
 ) -> Tensor:
     """The parameters after a loop with a GradScaler. The loss of process 1 overflows in step -1."""
-    unlisted = AllReduce() if name == "all-reduce" else Whole()
-    make, momentum = RESUMED.get(name, (lambda m: unlisted, 0.9))
+    unlisted = AllReduce(process_group=group) if name == "all-reduce" else Whole()
+    make, momentum = RESUMED.get(name, (lambda m, g: unlisted, 0.9))
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
-    aggregator = make(model)
+    aggregator = make(model, group)
     scaler = torch.amp.GradScaler("cpu", enabled=scaled, init_scale=1024.0)
     for t in steps:
         if zero:
@@ -328,10 +334,16 @@ def test_gradients_may_be_scaled_clipped_and_cleared(name: str, clip: float | No
 @pytest.mark.parallel([2])
 @pytest.mark.parametrize("name", [*RESUMED, "all-reduce"])
 def test_a_step_that_overflows_in_one_process_is_left_out_in_all(name: str) -> None:
-    """Parameters, errors and momentum are those of the loop without it."""
-    found = scaled_loop(name, [0, 1, 2, -1, 3, 4, 5], scaled=True, clip=1.0, zero=False)
+    """Parameters, errors and momentum are those of the loop without it. All are those of a group:
+    process 0 alone takes the step."""
+    steps = [0, 1, 2, -1, 3, 4, 5]
+    found = scaled_loop(name, steps, scaled=True, clip=1.0, zero=False)
     assert torch.equal(found, scaled_loop(name, range(6), scaled=True, clip=1.0))
     assert torch.equal(*processes().gather(found))
+    taken = [0, 1, 2, 3, 4, 5] if processes().rank else [0, 1, 2, 1, 3, 4, 5]
+    alone = scaled_loop(name, steps, scaled=True, group=ALONE)
+    expected = scaled_loop(name, taken, scaled=False, group=ALONE)
+    assert (alone - expected).norm() < 1e-5 * expected.norm()
 
 
 @pytest.mark.parallel([2])

@@ -475,6 +475,7 @@ def test_a_run_goes_back_to_its_best_checkpoint(tmp_path: Path) -> None:
     )
     again = kept.describe()
     assert again == best
+    assert OmegaConf.load(tmp_path / "back" / "config.yaml").checkpoint == "last"
     run(tmp_path / "back", changes | {"resume": "auto"})
     assert rows_of(tmp_path / "back") == rows_of(tmp_path / "whole")
     assert_same(end_of(tmp_path / "back"), end_of(tmp_path / "whole"))
@@ -486,8 +487,8 @@ def test_a_run_resumes_although_a_power_failure_has_emptied_files(
 ) -> None:
     folder = tmp_path / "run"
     shutil.copytree(three, folder)
-    for name in empty:
-        (folder / name).write_bytes(b"")
+    for name in empty:  # of length 0, or filled with zeros
+        (folder / name).write_bytes(bytes(99 * (len(empty) - 1)))
     arguments = ["--output-dir", str(folder), "resume=auto", "num_epochs=4"]
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -655,20 +656,30 @@ def test_workers_find_their_rows_in_any_layout(tmp_path: Path) -> None:
 @pytest.mark.parallel(nprocs=[1, 2, 4])
 @pytest.mark.parametrize("kind", DAMAGES)
 def test_processes_agree_on_an_intact_checkpoint(kind: str, tmp_path: Path) -> None:
-    """Whatever part is damaged. The one before is kept if the last one is the best."""
+    """Whatever part is damaged, also of several that one process reads. The one before is kept if
+    the last one is the best."""
     who = network.processes()
     shared = Path(who.broadcast(str(tmp_path)))
-    kept = Checkpoints(shared, who)
+    kept, alone = Checkpoints(shared, who), Checkpoints(shared, network.Processes())
     for step, score in enumerate((1.0, 2.0, 3.0)):
         kept.save(step, range(who.rank, who.rank + 1), {"x": torch.zeros(1)}, {}, score)
-    assert kept.intact("last")[0] == "last"
-    if who.rank == who.size - 1:
+    assert kept.intact("last")[0] == alone.intact("last")[0] == "last"
+    who.gather(None)
+    victim = who.size // 2
+    if who.rank == victim:
         damage(shared / "checkpoints" / "step-000002" / f"part-{who.index}.pt", kind)
     who.gather(None)
-    with pytest.raises(BadInput, match=f"part-{who.size - 1}.pt"):
-        kept.intact("last")
-    name, entry = kept.intact("last", others=True)
-    assert (name, entry["step"]) == ("before", 1)
+    for readers in (kept, alone):
+        with pytest.raises(BadInput, match=f"part-{victim}.pt"):
+            readers.intact("last")
+        name, entry = readers.intact("last", others=True)
+        assert (name, entry["step"]) == ("before", 1)
+    if who.rank == 0:
+        kept.return_to(name)
+    who.gather(None)
+    kept = Checkpoints(shared, who)
+    kept.save(3, range(who.rank, who.rank + 1), {"x": torch.zeros(1)}, {}, 0.5)
+    assert kept.intact("best")[1]["step"] == 1
 
 
 def test_a_changed_index_is_rejected(tmp_path: Path) -> None:

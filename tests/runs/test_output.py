@@ -72,6 +72,9 @@ def test_a_run_is_overwritten_and_nothing_else(linked: bool, tmp_path: Path, con
         (folder / "checkpoints").symlink_to(scratch)
     for step in range(3):
         Checkpoints(folder, Processes()).save(step, range(1), {"x": torch.zeros(1)}, {})
+    shutil.copytree(
+        folder / "checkpoints" / "step-000002", folder / "checkpoints" / "step-000002-2"
+    )
     mine = ["wandb/offline-run-x/a", "checkpoints/my-llm/a", "checkpoints/step-1/a"]
     mine += ["checkpoints/step-000001/notes.txt", "checkpoints/step-000001-copy/part-0.pt"]
     for name in mine:
@@ -301,3 +304,26 @@ def test_a_failing_disk_is_no_other_process(
         with pytest.raises(CannotWrite, match="Input/output error"):
             output.add_info({})
     output.close()
+
+
+def test_all_files_to_resume_from_are_on_the_disk(
+    tmp_path: Path, config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their contents and their names, when a checkpoint is made."""
+    synced, fsync = set(), os.fsync
+
+    def sync(descriptor: int) -> None:
+        synced.add(os.fstat(descriptor).st_ino)
+        fsync(descriptor)
+
+    monkeypatch.setattr("os.fsync", sync)
+    folder = tmp_path / "run"
+    output = Output(str(folder), config)
+    output.add_info({"a": 1})
+    output.write("error", {"value": 1.0}, {})
+    facts = {"metrics_bytes": output.offset()}
+    Checkpoints(folder, Processes()).save(1, range(1), {"x": torch.zeros(1)}, facts)
+    output.close()
+    places = [folder, *folder.rglob("*")]
+    assert len(places) == 8
+    assert [place.name for place in places if place.stat().st_ino not in synced] == []

@@ -396,8 +396,8 @@ def test_folders_of_killed_processes_are_removed(texts: Path, cache: Path) -> No
         place = cache / f".incomplete-{name}"
         place.mkdir(parents=True)
         (place / "tokens.bin").write_text("")
-        for path in (place / "tokens.bin", place):
-            os.utime(path, (time.time() - age, time.time() - age))
+        for path, since in ((place / "tokens.bin", 10**5), (place, age)):
+            os.utime(path, (time.time() - since, time.time() - since))
     make(texts)
     assert [path.name for path in cache.glob(".*")] == [".incomplete-new"]
 

@@ -853,6 +853,12 @@ def test_workers_are_the_sorted_names_of_a_file(tmp_path: Path) -> None:
         ("a.txt", "0.0e+00 1.0e+00\n1.0e+00 0.0e+00\n", 2, 'line 1: "0.0e.00" .* two workers'),
         ("a.txt", "0 1 0 1\n1 0 1 0\n0 1 0 1\n1 0 1 0\n", 4, "line 1: worker 0 .* two workers"),
         ("a.txt", "*Vertices 2\n*Edges\n1 2\n", 2, "line 1: .*Vertices.* or .*\\.net"),
+        (
+            "a.mtx",
+            "%%MatrixMarket matrix coordinate pattern symmetric\n3 3 1\n2 1\n",
+            2,
+            "worker 2 has no neighbor",
+        ),
         ("a.gml", "graph [", 2, "a.gml cannot be read"),
         ("no.gml", "", 2, "no.gml cannot be read"),
     ],

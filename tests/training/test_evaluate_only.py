@@ -1,5 +1,6 @@
 """evaluate_only=true: a checkpoint of a run is evaluated again, and the run stays as it is."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -99,3 +100,16 @@ def test_what_cannot_be_evaluated_is_rejected(
     with pytest.raises(BadInput, match=key):
         main(monkeypatch, "--output-dir", str(finished), "evaluate_only=true", key)
     assert files_below(finished) == before
+
+
+@pytest.mark.parametrize("which", ["last", "best"])
+def test_no_checkpoint_takes_the_place_of_a_damaged_one(
+    which: str, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(finished, folder)
+    entry = Checkpoints(folder, Processes()).describe(which)
+    assert entry is not None
+    (folder / "checkpoints" / f"step-{entry['step']:06d}" / "part-0.pt").write_bytes(b"")
+    with pytest.raises(BadInput, match=r"part-0\.pt is damaged"):
+        main(monkeypatch, "--output-dir", str(folder), "evaluate_only=true", f"checkpoint={which}")

@@ -26,6 +26,7 @@ from powergossip.tasks import TASKS, Datasets, DatasetTask
 from powergossip.topologies import TOPOLOGIES, Round, Topology
 from powergossip.training.config_checks import checked
 from powergossip.training.trainer import Trainer
+from tests.harness.small_data import write_fashion_mnist
 from tests.harness.training import configured
 
 RANK = MPI.COMM_WORLD.rank
@@ -160,6 +161,31 @@ def test_data_models_and_metrics_that_differ_are_rejected(monkeypatch: pytest.Mo
         monkeypatch.setitem(TASKS, "mine", lambda options: DatasetTask(datasets(), options))  # noqa: B023
         found = rejected(lambda: trainer(task="mine", task_architecture="model"))
         assert found.startswith(words), found
+
+
+@pytest.mark.parallel([2])
+@pytest.mark.parametrize(
+    ("task", "file", "words"),
+    [
+        ("FashionMNIST", "train-images-idx3-ubyte", "the first training images"),
+        ("FashionMNIST", "train-labels-idx1-ubyte", "the training labels"),
+        ("LSTM", "ptb.train.txt", "the training texts"),
+    ],
+)
+def test_files_of_equal_lengths_that_differ_are_rejected(
+    task: str, file: str, words: str, tmp_path: Path
+) -> None:
+    """In a folder of each process. Six bytes, or two words, are in another order in one of them."""
+    write_fashion_mnist(tmp_path)
+    for name in ("ptb.train.txt", "ptb.test.txt"):
+        (tmp_path / name).write_text(" the cat and the dog \n" * 40)
+    content = bytearray((tmp_path / file).read_bytes())
+    if RANK:
+        content[27:30], content[39:42] = content[39:42], content[27:30]
+    (tmp_path / file).write_bytes(content)
+    given = {"task_options": {"dataset": "ptb", "sequence_length": 3}} if task == "LSTM" else {}
+    changes = {"task": task, "task_architecture": None, "data_dir": str(tmp_path), **given}
+    assert words in rejected(lambda: trainer(**changes))
 
 
 def test_a_process_that_joins_compares_its_facts_with_those_of_the_run() -> None:

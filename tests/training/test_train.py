@@ -26,6 +26,7 @@ from powergossip.runs import metrics, tables
 from powergossip.runs.output import new_dated_folder
 from powergossip.tasks import models
 from powergossip.tasks.task import Batch, Split
+from powergossip.training.measurements import Hooks
 from powergossip.training.trainer import Trainer
 from tests.harness import launch
 from tests.harness.training import TINY, built, reproducible, select, trained, value
@@ -429,13 +430,19 @@ class Wide(nn.Linear):
 
 
 def test_an_evaluation_makes_no_copy_of_the_models() -> None:
-    run = built(task=Fed(4, Wide), n_workers=4)
+    """Of distances 1.5 and 0.5 in all elements, however many there are at once."""
+    rows: list[Any] = []
+    hooks = Hooks(log_metric=lambda name, values, tags: rows.append({"name": name} | values | tags))
+    run = built(hooks, task=Fed(4, Wide), n_workers=4)
+    run.parameters.x += torch.arange(4.0)[:, None]
     assert [p.grad for p in run.evaluation.mean_model.models[0].parameters()] == [None] * 3
     with torch.profiler.profile(profile_memory=True) as profiler:
         run.evaluation(1, 1, {})
     events = profiler.profiler.kineto_results.events()
     allocated = [e.nbytes() for e in events if e.name() == "[memory]"]  # negative: released
     assert 0 < np.cumsum(allocated).max() < run.parameters.x.nbytes / 2
+    found = value(pd.DataFrame(rows), "consensus_distance", type="params_only")
+    assert found == pytest.approx(math.sqrt(1.25 * run.parameters.x.shape[1]))
 
 
 def test_all_reduce_is_one_worker_with_all_batches() -> None:
