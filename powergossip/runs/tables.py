@@ -183,13 +183,14 @@ def best_settings(settings: "Mapping[tuple[str, ...], DataFrame]") -> "dict[str,
     """
 
     def rank(group: "DataFrame") -> tuple[bool, float]:
-        return has_diverged(group), group[group["name"] == "error"]["value"].iloc[-1]
+        return has_diverged(group), group["value"][group["name"] == "error"].iloc[-1]
 
-    best: dict[str, DataFrame] = {}
+    best: dict[str, tuple[tuple[bool, float], DataFrame]] = {}
     for (algorithm, *_), group in settings.items():
-        if algorithm not in best or rank(group) < rank(best[algorithm]):
-            best[algorithm] = group
-    return best
+        found = rank(group)
+        if algorithm not in best or found < best[algorithm][0]:
+            best[algorithm] = found, group
+    return {algorithm: group for algorithm, (_, group) in best.items()}
 
 
 def has_diverged(group: "DataFrame") -> bool:
