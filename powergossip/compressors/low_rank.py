@@ -96,8 +96,7 @@ def _largest_singular(wide: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     precision, prefix = (np.float32, "s") if rank == 1 else (np.float64, "d")
     syevr = getattr(lapack, f"{prefix}syevr")
     lwork, liwork, _ = map(int, getattr(lapack, f"{prefix}syevr_lwork")(rows, lower=1))
-    last = {"range": "I", "il": rows - rank + 1, "iu": rows}
-    sizes = {"lwork": lwork, "liwork": liwork}
+    last = {"range": "I", "il": rows - rank + 1, "iu": rows, "lwork": lwork, "liwork": liwork}
     vectors = wide.new_empty(*wide.shape[:-2], rank, rows)
     products = wide.new_empty(*wide.shape[:-2], rank, columns)
     for matrix, u, w in zip(
@@ -107,8 +106,7 @@ def _largest_singular(wide: Tensor, rank: int) -> tuple[Tensor, Tensor]:
         strict=True,
     ):
         scaled = matrix.astype(precision) / max(np.abs(matrix).max(), _TINY)
-        gram = (scaled @ scaled.T).T
-        _, found, _, _, info = syevr(gram, lower=1, overwrite_a=1, **last, **sizes)
+        _, found, _, _, info = syevr((scaled @ scaled.T).T, lower=1, overwrite_a=1, **last)
         if info:
             raise np.linalg.LinAlgError(f"eigenvectors were not found: syevr gives {info}")
         u[:] = found[:, :rank].T

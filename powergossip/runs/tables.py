@@ -185,12 +185,11 @@ def best_settings(settings: "Mapping[tuple[str, ...], DataFrame]") -> "dict[str,
     def rank(group: "DataFrame") -> tuple[bool, float]:
         return has_diverged(group), group["value"][group["name"] == "error"].iloc[-1]
 
-    best: dict[str, tuple[tuple[bool, float], DataFrame]] = {}
+    best: dict[str, DataFrame] = {}
     for (algorithm, *_), group in settings.items():
-        found = rank(group)
-        if algorithm not in best or found < best[algorithm][0]:
-            best[algorithm] = found, group
-    return {algorithm: group for algorithm, (_, group) in best.items()}
+        if algorithm not in best or rank(group) < rank(best[algorithm]):
+            best[algorithm] = group
+    return best
 
 
 def has_diverged(group: "DataFrame") -> bool:

@@ -14,19 +14,17 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 
 from powergossip.tasks import images, task_options
 from powergossip.tasks.images import ImageClassification
 from powergossip.tasks.models import IMAGENET
 from powergossip.tasks.task import Task, TaskOptions
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 # As in the published configuration of ResNet-50 for Deep Gradient Compression (arXiv:1712.01887).
 DEFAULTS: Mapping[str, Any] = {
@@ -132,7 +130,8 @@ class Decoder:
         image = _read(path)
         columns, rows = image.size
         crop = image.crop(random_part(columns, rows, random[1:].reshape(ATTEMPTS, 4)))
-        pixels = np.asarray(_scaled(crop, self.size, self.size))
+        scaled = crop.resize((self.size, self.size), Image.Resampling.BILINEAR)
+        pixels = np.asarray(scaled)
         return pixels[:, ::-1] if random[0] < 0.5 else pixels
 
     def evaluation_image(self, path: Path) -> np.ndarray:
@@ -141,7 +140,7 @@ class Decoder:
         shorter = self.size * 8 // 7
         columns, rows = (max(shorter, side * shorter // min(image.size)) for side in image.size)
         left, top = (round((side - self.size) / 2) for side in (columns, rows))
-        scaled = _scaled(image, columns, rows)
+        scaled = image.resize((columns, rows), Image.Resampling.BILINEAR)
         return np.asarray(scaled.crop((left, top, left + self.size, top + self.size)))
 
 
@@ -170,21 +169,13 @@ def random_part(columns: int, rows: int, random: np.ndarray) -> tuple[int, int, 
     return x, y, x + width, y + height
 
 
-def _read(path: Path) -> "Image":
+def _read(path: Path) -> Image.Image:
     """An image in three colors. Raises ValueError if the file is damaged."""
-    from PIL import Image
-
     try:
         with Image.open(path) as image:
             return image.convert("RGB")
     except OSError as error:
         raise ValueError(f"{path} is damaged, or no image: {error}") from error
-
-
-def _scaled(image: "Image", columns: int, rows: int) -> "Image":
-    from PIL.Image import Resampling
-
-    return image.resize((columns, rows), Resampling.BILINEAR)
 
 
 @dataclass(frozen=True)

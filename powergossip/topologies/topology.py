@@ -423,8 +423,7 @@ def is_connected(weights: csr_array) -> bool:
     for ways in (weights, csr_array(weights.T)):
         found, left = {0}, [0]
         while left and len(found) < weights.shape[0]:
-            i = left.pop()
-            new = set(ways.indices[ways.indptr[i] : ways.indptr[i + 1]].tolist()) - found
+            new = {neighbor for neighbor, _ in _entries(ways, left.pop())} - found
             found |= new
             left += new
         if len(found) < weights.shape[0]:

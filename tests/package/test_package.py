@@ -223,7 +223,6 @@ HEAVY = {
     "torch.distributed.tensor",
     "networkx",
     "scipy.linalg",
-    "PIL",
     "sklearn",
     "pandas",
     "matplotlib",
