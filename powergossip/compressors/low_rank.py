@@ -91,9 +91,12 @@ def _largest_singular(wide: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     # On a CPU, a few vectors of a large matrix take less than half the time of all vectors, but
     # PyTorch cannot compute a subset. The leading vector is equally accurate from a Gram matrix in
     # single precision, if the squares are within its range.
-    from scipy.linalg import eigh  # imported here: takes a fifth of a second
+    from scipy.linalg import lapack  # imported here: takes a fifth of a second
 
-    precision = np.float32 if rank == 1 else np.float64
+    precision, prefix = (np.float32, "s") if rank == 1 else (np.float64, "d")
+    syevr = getattr(lapack, f"{prefix}syevr")
+    lwork, liwork, _ = map(int, getattr(lapack, f"{prefix}syevr_lwork")(rows, lower=1))
+    last = {"range": "I", "il": rows - rank + 1, "iu": rows, "lwork": lwork, "liwork": liwork}
     vectors = wide.new_empty(*wide.shape[:-2], rank, rows)
     products = wide.new_empty(*wide.shape[:-2], rank, columns)
     for matrix, u, w in zip(
@@ -103,9 +106,10 @@ def _largest_singular(wide: Tensor, rank: int) -> tuple[Tensor, Tensor]:
         strict=True,
     ):
         scaled = matrix.astype(precision) / max(np.abs(matrix).max(), _TINY)
-        u[:] = eigh(scaled @ scaled.T, subset_by_index=(rows - rank, rows - 1), check_finite=False)[
-            1
-        ].T
+        _, found, _, _, info = syevr((scaled @ scaled.T).T, lower=1, overwrite_a=1, **last)
+        if info:
+            raise np.linalg.LinAlgError(f"eigenvectors were not found: syevr gives {info}")
+        u[:] = found[:, :rank].T
         np.matmul(u, matrix, out=w)
     return vectors, products
 

@@ -37,6 +37,7 @@ from powergossip.trees import map_tensors
 # in the caches of a CPU, and take about 2 GiB on a GPU.
 BATCH_ELEMENTS = {"cpu": 2**18, "cuda": 2**26}
 
+_IN_CACHES = 2**16  # elements that are copied to double precision at a time
 _DIVERGED = 100.0  # times the error at the start
 
 
@@ -313,6 +314,7 @@ class MatrixBatch:
         self.settings, self.x = settings, sweep.start.repeat(len(settings), 1)
         self._sweep, self._name = sweep, name
         self._sent = 0, 0  # bits and messages of worker 0 in the networks before this one
+        self._block = sweep.mean.new_empty(_in_blocks(self.x, _IN_CACHES)[0].shape)
         self._network, self._averaging = self._build()
         # If all workers agree at the start, the limit follows from the size of the mean.
         start, size = self._errors()[0].item(), sweep.mean.square().sum().item()
@@ -348,9 +350,8 @@ class MatrixBatch:
 
     def _errors(self) -> Tensor:
         """(1/n) Σ_i ‖x_i − x̄_0‖²: float64 [setting], the same to the bit in all processes."""
-        mean = self._sweep.mean
-        copies = (part.to(mean.dtype, copy=True) for part in _in_blocks(self.x, 2**16))  # in caches
-        squares = torch.cat([copy.sub_(mean).square_().sum(1) for copy in copies])
+        copies = (self._block[: len(part)].copy_(part) for part in _in_blocks(self.x, _IN_CACHES))
+        squares = torch.cat([copy.sub_(self._sweep.mean).square_().sum(1) for copy in copies])
         return self._network.gather(squares).view(len(self.settings), -1).mean(1)
 
     def _sent_by_worker_0(self) -> tuple[int, int]:

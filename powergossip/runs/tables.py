@@ -183,7 +183,7 @@ def best_settings(settings: "Mapping[tuple[str, ...], DataFrame]") -> "dict[str,
     """
 
     def rank(group: "DataFrame") -> tuple[bool, float]:
-        return has_diverged(group), group[group["name"] == "error"]["value"].iloc[-1]
+        return has_diverged(group), group["value"][group["name"] == "error"].iloc[-1]
 
     best: dict[str, DataFrame] = {}
     for (algorithm, *_), group in settings.items():

@@ -9,14 +9,13 @@ from pathlib import Path
 
 import numpy as np
 from scipy.sparse import csr_array
-from scipy.sparse.csgraph import connected_components
 
 from powergossip import checks, randomness
 from powergossip.formatting import counted
 from powergossip.topologies.coloring import edge_colors, is_bipartite
 from powergossip.topologies.graph_files import from_file, is_path
 from powergossip.topologies.static import UNDIRECTED, circulant
-from powergossip.topologies.topology import Round, Topology, union_pattern
+from powergossip.topologies.topology import Round, Topology, is_connected, union_pattern
 
 
 def one_peer_exponential(n_workers: int, seed: int) -> Topology:
@@ -315,8 +314,7 @@ def _connecting_sample(
     for attempt in range(100):
         generator = randomness.generator(seed, f"topology {name}", attempt)
         rounds = tuple(sample(generator) for _ in range(period))
-        count, _ = connected_components(union_pattern(rounds), directed=True, connection="strong")
-        if count == 1:
+        if is_connected(union_pattern(rounds)):
             return rounds
     raise ValueError(
         f"topology_options.period={period}: use more; none of 100 samples of "

@@ -8,7 +8,6 @@ from functools import cached_property
 
 import numpy as np
 from scipy.sparse import csr_array, diags_array
-from scipy.sparse.csgraph import connected_components, shortest_path
 
 from powergossip.formatting import counted
 from powergossip.topologies import spectra
@@ -135,8 +134,8 @@ class Topology:
         for tree in trees:
             i, j = np.array(tree, dtype=np.int64).reshape(-1, 2).T
             pattern = csr_array((np.ones(len(tree)), (i, j)), shape=(self.n_workers,) * 2)
-            count, _ = connected_components(pattern, directed=False)
-            if count > 1 or len(tree) != self.n_workers - 1 or not edges >= set(tree):
+            spans = is_connected(csr_array(pattern + pattern.T))
+            if not spans or len(tree) != self.n_workers - 1 or not edges >= set(tree):
                 raise ValueError(f"{self._subject}: a tree does not span the graph by its edges")
 
     @property
@@ -351,6 +350,8 @@ class Topology:
                 f"{_range(low, high)} in all"
             )
         elif self.n_workers * self.union.nnz <= 2 * 10**7:  # operations
+            from scipy.sparse.csgraph import shortest_path
+
             hops = shortest_path(self.union, unweighted=True)
             lines.append(f"  diameter                       {counted(int(hops.max()), 'hop')}")
         if self.symmetric and self.period == 1:
@@ -417,11 +418,26 @@ def union_pattern(rounds: Sequence[Round]) -> csr_array:
     return union
 
 
+def is_connected(weights: csr_array) -> bool:
+    """Whether a directed path leads from each worker to all."""
+    for ways in (weights, csr_array(weights.T)):
+        found, left = {0}, [0]
+        while left and len(found) < weights.shape[0]:
+            new = {neighbor for neighbor, _ in _entries(ways, left.pop())} - found
+            found |= new
+            left += new
+        if len(found) < weights.shape[0]:
+            return False
+    return True
+
+
 def check_connected(weights: csr_array, subject: str) -> None:
     """Raise ValueError, about `subject`, unless a directed path leads from each worker to all."""
-    count, member = connected_components(weights, directed=True, connection="strong")
-    if count <= 1:
+    if is_connected(weights):
         return
+    from scipy.sparse.csgraph import connected_components  # imports scipy.linalg, slowly
+
+    count, member = connected_components(weights, directed=True, connection="strong")
     outside = np.flatnonzero(member != np.bincount(member).argmax())
     workers = ", ".join(map(str, outside[:8])) + (", ..." if len(outside) > 8 else "")
     are = "worker {} is" if len(outside) == 1 else "workers {} are"
