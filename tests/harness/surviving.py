@@ -2,7 +2,6 @@
 
 python tests/harness/surviving.py kills SEED       one or two of them end at random times
 python tests/harness/surviving.py stop SECONDS     process 1 is stopped for that time; 0: for ever
-python tests/harness/surviving.py join VICTIM      a process ends, is replaced, another ends
 python tests/harness/surviving.py busy SECONDS     process 1 sleeps, and 3 holds Python's lock
 python tests/harness/surviving.py split TIMEOUT    the network between even and odd processes fails
 
@@ -24,7 +23,6 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from powergossip.network.resilient import spawning
 from powergossip.network.resilient.links import Links
 from powergossip.network.resilient.messages import Wire
 
@@ -54,11 +52,8 @@ class Chatter:
         self.lost: dict[int, float] = {}
         self.longest_gap, self._last = 0.0, time.monotonic()
         for worker in sorted(links.alive - {self.own}):
-            self.begin(worker)
-
-    def begin(self, worker: int) -> None:
-        self.sent[worker] = self.received[worker] = 0
-        self._send(worker)
+            self.sent[worker] = self.received[worker] = 0
+            self._send(worker)
 
     def _send(self, worker: int) -> None:
         payload = np.full(self.elements, self.sent[worker] % 256, dtype=np.uint8)
@@ -181,65 +176,13 @@ def split(timeout: float) -> None:
     links.finish()
 
 
-def join(victim: int) -> None:
-    communicator = MPI.COMM_WORLD
-    links = Links(communicator, range(communicator.size), worker_timeout=20)
-    links.end_alone()
-    if links.process == victim:
-        die_after(0.1)
-    chatter = Chatter(links, 100_000)
-    while not chatter.lost:
-        chatter.turn(1.0)
-    start = time.monotonic()
-    spawned = links.spawn([__file__, "replacement", str(victim)], {"of": "the run"})
-    waited, turns = time.monotonic() - start, 0
-    joined: list[int] = []
-    while not joined:
-        while not links.spawned_are_ready:
-            chatter.turn(0.01)
-            turns += 1
-        joined = links.accept()
-    seconds = time.monotonic() - start
-    row(process=links.process, joined=joined, spawned=spawned, waited=waited, seconds=seconds)
-    assert turns, "the others go on meanwhile"
-    chatter.begin(victim)
-    after_joining(links, chatter)
-
-
-def replacement(victim: int) -> None:
-    assignment = spawning.assignment()
-    assert assignment is not None
-    links = Links.join(assignment)
-    links.end_alone()
-    assert (links.workers, assignment.run) == ([victim], {"of": "the run"})
-    assert (links.group.rank, links.group.size, links.group.gather(1)) == (victim, 4, [1])
-    links.enter()
-    after_joining(links, Chatter(links, 100_000))
-
-
-def after_joining(links: Links, chatter: Chatter) -> None:
-    chatter.run(0.3)
-    survivors = links.survivors()
-    members = survivors.gather(links.workers)
-    (counts,) = survivors.gather_arrays(np.array([len(chatter.received)]))[:1]
-    row(process=links.process, workers=members, alive=sorted(links.alive), peers=int(counts[0]))
-    assert all(chatter.received[w] for w in links.alive - {chatter.own})
-    if links.process == min(links.homes.values()):  # an old process ends as well
-        die_after(0.0)
-    chatter.lost.clear()
-    while not chatter.lost:
-        chatter.turn(1.0)
-    row(process=links.process, again=links.survivors().gather(chatter.own))
-    links.finish()
-
-
 if __name__ == "__main__":
     die_after(LIMIT)
     kind, argument, *hosts = sys.argv[1:]
     if hosts:
         own = f"host-{MPI.COMM_WORLD.rank % int(hosts[0])}"
         socket.gethostname = lambda: own
-    if kind in ("stop", "busy", "split"):
-        {"stop": stop, "busy": busy, "split": split}[kind](float(argument))
+    if kind == "kills":
+        kills(int(argument))
     else:
-        {"kills": kills, "join": join, "replacement": replacement}[kind](int(argument))
+        {"stop": stop, "busy": busy, "split": split}[kind](float(argument))
