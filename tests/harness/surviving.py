@@ -93,17 +93,16 @@ def kills(seed: int) -> None:
         die_after(times[links.process])
     chatter = Chatter(links, elements)
     died = {victim: time.time() + seconds for victim, seconds in times.items()}
-    sizes = []
+    sizes, survivors = [], links.group
     for _ in range(20):  # deaths come in the conversations or in the collectives
         chatter.run(0.02)
-        survivors = links.survivors()
         found = survivors.gather(links.process)
         assert found == survivors.members, (found, survivors.members)
         sizes.append(survivors.gather_arrays(np.full(1000, links.process)).shape[0])
         assert survivors.broadcast(links.process) == survivors.members[0]
     while set(chatter.lost) < set(victims):  # within LIMIT
         chatter.turn(0.1)
-    survivors = links.survivors()
+    survivors.barrier()
     row(
         process=links.process,
         members=survivors.members,
@@ -120,7 +119,7 @@ def stop(seconds: float) -> None:
     timeout = 0.6
     links = Links(communicator, range(communicator.size), worker_timeout=timeout)
     links.end_alone()
-    pids = links.survivors().gather(os.getpid())
+    pids = links.group.gather(os.getpid())
     chatter = Chatter(links, 1000)
     chatter.run(0.2)
     if links.process == 0:
@@ -131,10 +130,10 @@ def stop(seconds: float) -> None:
     before = dict(chatter.received)
     chatter.longest_gap = 0.0
     chatter.run(1.5 if seconds < timeout else 2.5)
-    survivors = links.survivors()
+    links.group.barrier()
     row(
         process=links.process,
-        members=survivors.members,
+        members=links.group.members,
         gained={w: chatter.received[w] - before[w] for w in before},
         gap=chatter.longest_gap,
     )
@@ -153,8 +152,8 @@ def busy(seconds: float) -> None:
     elif links.process == 3:
         while time.monotonic() - since < seconds:
             re.match("(a+)+b", 22 * "a")  # one call takes a while, in which no other thread runs
-    survivors = links.survivors()
-    row(process=links.process, members=survivors.members)
+    links.group.barrier()
+    row(process=links.process, members=links.group.members)
     links.finish()
 
 
@@ -172,7 +171,8 @@ def split(timeout: float) -> None:
 
     Wire.send = send_near  # type: ignore[method-assign]
     chatter.run(5 * timeout)
-    row(process=links.process, members=links.survivors().members)
+    links.group.barrier()
+    row(process=links.process, members=links.group.members)
     links.finish()
 
 

@@ -35,7 +35,7 @@ def exchanged(links: Links, elements: int, messages: int) -> None:
             assert torch.equal(payload, torch.full((elements,), (i + k) % 256, dtype=torch.uint8))
             counters[i, j] += 1
     assert set(counters.values()) <= {messages}
-    links.survivors()  # before messages of a next call
+    links.group.barrier()  # before messages of a next call
 
 
 @pytest.mark.parallel([1, 2, 4])
@@ -48,7 +48,8 @@ def test_messages_of_any_length_arrive_once_and_in_order(elements: int) -> None:
     exchanged(links, elements, messages=3)
     assert links.alive == frozenset(range(2 * size))
     assert links.lost() == set()
-    assert not links.survivors().size - size
+    links.group.barrier()
+    assert links.group.size == size
     links.finish()
 
 
@@ -83,7 +84,7 @@ def test_payloads_keep_their_bits_and_belong_to_the_receiver() -> None:
 @pytest.mark.parallel(2)
 def test_survivors_have_the_collective_operations_of_processes() -> None:
     links = Links(MPI.COMM_WORLD, [0, 1])
-    survivors = links.survivors()
+    survivors = links.group
     rank = survivors.rank
     assert (survivors.size, survivors.members) == (2, [0, 1])
     assert survivors.gather({"rank": rank}) == [{"rank": 0}, {"rank": 1}]
@@ -95,7 +96,7 @@ def test_survivors_have_the_collective_operations_of_processes() -> None:
     survivors.broadcast_array(array)
     assert array.tolist() == [0, 0, 0]
     links.note(b"progress")
-    links.survivors()
+    survivors.barrier()
     ((source, note),) = links.notes()
     assert (source, note.numpy().tobytes()) == (1 - rank, b"progress")
     links.finish()

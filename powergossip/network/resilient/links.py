@@ -26,10 +26,10 @@ Delivered = tuple[int, int, int, Tensor]  # i, j, k, payload: uint8
 class Links:
     """Point-to-point messages between workers, each with the counter of its sender.
 
-    No method blocks but `wait`, `survivors` and `finish`. Messages between two workers arrive in
-    the order in which they were sent, and never twice. A process is lost with all of its workers,
-    see powergossip.network.resilient.failure_detector. Without ULFM
-    (powergossip.network.resilient.ulfm), the end of a process ends the job.
+    No method blocks but `wait` and `finish`. Messages between two workers arrive in the order in
+    which they were sent, and never twice. A process is lost with all of its workers, see
+    powergossip.network.resilient.failure_detector. Without ULFM (powergossip.ulfm), the end of a
+    process ends the job.
 
     Every method but `lost` raises Dropped if the others regard this process as lost.
 
@@ -38,6 +38,8 @@ class Links:
         homes: Index of the process that hosts each worker, lost workers included.
         workers: Indices of the workers that this process hosts, ascending.
         alive: Indices of the workers that are not lost.
+        group: The surviving processes, for collective operations. These stay usable if further ones
+            are lost. Messages between workers arrive meanwhile and wait for `poll`.
     """
 
     def __init__(
@@ -59,7 +61,7 @@ class Links:
         wire = Wire(communicator, longest)
         liveness = Liveness(communicator, wire.own, identities, worker_timeout)
         self._peers = Peers(wire, liveness, identities, worker_timeout)
-        self._survivors = LiveProcesses(self._peers)
+        self.group = LiveProcesses(self._peers)
         self.process, self.homes = wire.own, dict(enumerate(homes))
         self.workers = sorted(w for w, home in self.homes.items() if home == self.process)
         self._reported: set[int] = set()
@@ -123,20 +125,6 @@ class Links:
         last call: index of the process, payload."""
         return [(message.source, message.payload) for message in self._peers.take(NOTE)]
 
-    @property
-    def group(self) -> LiveProcesses:
-        """The surviving processes, for collective operations. Does not wait for them."""
-        return self._survivors
-
-    def survivors(self) -> LiveProcesses:
-        """The surviving processes, agreed by all of them, which call it at the same point.
-
-        Waits for all of them. Their collective operations stay usable if further ones are lost.
-        Messages between workers arrive meanwhile and wait for `poll`.
-        """
-        self._survivors.barrier()
-        return self._survivors
-
     def flush(self, seconds: float) -> None:
         """Wait until all messages are sent, or so long."""
         since = time.monotonic()
@@ -161,7 +149,7 @@ class Links:
     @property
     def missing(self) -> list[int]:
         """The workers without a process at the last collective operation, in all processes."""
-        members = set(self._survivors.members)
+        members = set(self.group.members)
         return sorted(worker for worker, home in self.homes.items() if home not in members)
 
     def finish(self) -> None:
@@ -171,7 +159,7 @@ class Links:
         After the loss of a process, Open MPI 5.0 may wait in MPI_Finalize forever. Exit handlers of
         Python that were registered before this call are left out.
         """
-        self._survivors.barrier()
+        self.group.barrier()
         self.flush(1.0)
         self.end_others()
         self.close()
