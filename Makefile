@@ -6,7 +6,7 @@ SHELL := bash
 	docs docs-serve clean
 
 # processes of `make train`, and what is handed on to it:  make train NP=4 ARGS="topology=torus seed=2"
-# FT=1: the run may go on without processes that it loses. FT=replace: new ones take their place
+# FT=1: the run may go on without processes that it loses
 NP ?= 8
 ARGS ?=
 FT ?=
@@ -18,7 +18,6 @@ SECONDS ?= 60
 # port of `make docs-serve`
 PORT ?= 8000
 
-survive = --with-ft ulfm $(if $(filter replace,$(FT)),--prtemca state_base_recoverable 1)
 activate := source .venv/bin/activate
 
 # Tests: first all for one process, on all cores; then those for several, under one mpirun each.
@@ -49,9 +48,9 @@ help: ## this list
 setup: ## make .venv, once
 	@bash environment/setup.sh
 
-train: setup ## train with eight MPI processes; NP=4, ARGS="key=value …", FT=1 or replace: survive losses
-	@$(activate) && mpirun -np $(NP) $(if $(FT),$(survive)) python train.py \
-		$(if $(FT),on_worker_loss=$(if $(filter replace,$(FT)),replace,continue)) $(ARGS)
+train: setup ## train with eight MPI processes; NP=4, ARGS="key=value …", FT=1: survive losses
+	@$(activate) && mpirun -np $(NP) $(if $(FT),--with-ft ulfm) python train.py \
+		$(if $(FT),on_worker_loss=continue) $(ARGS)
 
 language: setup ## a GPT of a million parameters in rounds, 4 processes, some minutes; ARGS="key=value …"
 	@$(activate) && mpirun -np 4 python train.py --config gpt/1m \

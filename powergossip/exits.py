@@ -149,7 +149,8 @@ def end_alone(
             text = "".join(traceback.format_exception(kind, error, trace))
             print(f"\nprocess {process} failed:\n{text}", file=sys.stderr, flush=True)
         if not (everywhere or isinstance(error, Signaled)) and others_live():
-            end_silently()
+            _flush()
+            os.kill(os.getpid(), signal.SIGKILL)
         code = code_of(error)
         if everywhere:
             end_others()
@@ -187,12 +188,6 @@ def exit_is_an_error() -> Iterator[None]:
             raise
         text = f"process {_connected.rank} has called sys.exit({error.code}) before the end"
         raise Stopped(text) from error
-
-
-def end_silently() -> None:
-    """End this process such that the launcher disregards it, with ULFM."""
-    _flush()
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def exit_at_once(code: int) -> NoReturn:

@@ -295,7 +295,7 @@ IN_ONE: list[Row] = [
     ("rank=1", "rank=1:", "distributed_init_file"),
     ("distributed_init_file=new", "distributed_init_file=new:", "distributed_backend=gloo"),
     ("on_worker_loss=continue", "on_worker_loss=continue"),
-    ("on_worker_loss=replace", "on_worker_loss=replace"),
+    ("on_worker_loss=replace", "on_worker_loss=replace: use continue", "removed"),
     (
         "batched_gradients=on optimizer=ddp-powersgd n_workers=1",
         "batched_gradients=on:",

@@ -44,6 +44,6 @@ def test_files_that_start_programs_are_known_by_their_imports() -> None:
         "test_launchers.py",
         "test_failures.py",
         "test_checkpoints.py",
-        "test_joins.py",
+        "test_wall_clock.py",
     } <= found
     assert not {"test_algorithms.py", "test_compressors.py", "test_topologies.py"} & found

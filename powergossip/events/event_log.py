@@ -20,7 +20,7 @@ is applied. That determines every bit of the run.
 """
 
 import json
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -133,60 +133,34 @@ def merged(parts: Sequence[Sequence[Entry]], lost: Iterable[int]) -> list[Entry]
     """The events of all workers in one order, from those of each process in its own.
 
     A part is sent before it is applied, and otherwise earlier times come first: the clocks of
-    processes may differ. All processes meet when a replacement joins, and at the end of an epoch:
-    earlier events of each come before, later ones after. A lost worker dies after its last event,
-    or before all others if it has none.
+    processes may differ. All processes meet at the end of an epoch: earlier events of each come
+    before, later ones after. A lost worker dies after its last event, or before all others if it
+    has none.
 
     Args:
-        parts: Events of each process, in the order in which the processes were started.
+        parts: Events of each process.
         lost: Workers that are lost at the end.
 
     Raises:
         ValueError: For a part that is applied but was never sent.
     """
     sent: Counter[tuple[int, int, int]] = Counter()  # i, j, k → sent, not applied
-    joins: Counter[int] = Counter()  # worker → replacements so far
     facts = dict.fromkeys(entry for part in parts for entry in part if entry.kind in OF_RUN)
-    parts = [[entry for entry in part if entry.kind not in OF_RUN] for part in parts]
-    queues = [deque(part) for part in parts]
-    hosts: dict[int, list[int]] = defaultdict(list)  # worker → its parts
-    learning: dict[tuple[int, int], list[int]] = defaultdict(list)  # worker, version → parts
-    for index, part in enumerate(parts):
-        for worker in {entry.worker for entry in part}:
-            hosts[worker].append(index)
-        for known in {(e.neighbor, e.counter) for e in part if e.kind == "learn"}:
-            learning[known].append(index)
+    queues = [deque(entry for entry in part if entry.kind not in OF_RUN) for part in parts]
+    last = {entry.worker: entry for queue in queues for entry in queue}
+    lost = set(lost)
+    found = [*facts, *(Entry(0.0, "die", worker, -1, -1) for worker in sorted(lost - set(last)))]
 
     def is_next(entry: Entry) -> bool:
-        if entry.kind == "learn" and entry.counter % 2 == 0:
-            return joins[entry.neighbor] >= entry.counter // 2
-        if entry.kind == "join":
-            worker, version = entry.worker, 2 * joins[entry.worker] + 2
-            fronts = [queues[index][0] for index in learning[worker, version]]
-            own = next(i for i, queue in enumerate(queues) if queue and queue[0] is entry)
-            ended = [index for index in hosts[worker] if index < own]
-            return not any(queues[index] for index in ended) and all(
-                (front.kind, front.neighbor, front.counter) == ("learn", worker, version)
-                for front in fronts
-            )
-        if entry.kind == "epoch":  # a process whose next event is its join is not there yet
-            return all(queue[0].kind in ("epoch", "join") for queue in queues if queue)
+        if entry.kind == "epoch":
+            return all(queue[0].kind == "epoch" for queue in queues if queue)
         key = entry.neighbor, entry.worker, entry.counter
         return entry.kind not in ("apply", "skip") or sent[key] > 0
-
-    lost = set(lost)
-    deaths = _deaths(parts, lost)
-    opening: dict[int, str] = {}  # worker → kind of its first event
-    for part in parts:
-        for entry in part:
-            opening.setdefault(entry.worker, entry.kind)
-    silent = (lost - set(opening)) | {w for w, kind in opening.items() if kind == "join"}
-    found = [*facts, *(Entry(0.0, "die", worker, -1, -1) for worker in sorted(silent))]
 
     def take(queue: deque[Entry]) -> Entry:
         entry = queue.popleft()
         found.append(entry)
-        if id(entry) in deaths:
+        if entry.worker in lost and entry is last[entry.worker]:
             found.append(Entry(entry.time, "die", entry.worker, -1, -1))
         return entry
 
@@ -200,25 +174,8 @@ def merged(parts: Sequence[Sequence[Entry]], lost: Iterable[int]) -> list[Entry]
             sent[entry.worker, entry.neighbor, entry.counter] += 1
         elif entry.kind in ("apply", "skip"):
             sent[entry.neighbor, entry.worker, entry.counter] -= 1
-        elif entry.kind == "join":
-            joins[entry.worker] += 1
-            for key in [key for key in sent if entry.worker in key[:2]]:
-                del sent[key]  # of edges that are no more
         elif entry.kind == "epoch":
             for queue in queues:
                 while queue and (queue[0].kind, queue[0].counter) == ("epoch", entry.counter):
                     take(queue)
     return found
-
-
-def _deaths(parts: Sequence[Sequence[Entry]], lost: set[int]) -> set[int]:
-    """The identities of the last events of workers that died, and may have been replaced."""
-    of_worker: dict[int, list[Entry]] = defaultdict(list)  # the last event in each part
-    for part in parts:
-        for worker, entry in {entry.worker: entry for entry in part}.items():
-            of_worker[worker].append(entry)
-    return {
-        id(entry)
-        for worker, last in of_worker.items()
-        for entry in (last if worker in lost else last[:-1])
-    }

@@ -11,18 +11,8 @@ _DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.ui
 _DTYPES += [torch.int16, torch.int32, torch.int64]
 
 
-def packed_model(steps: int, model: Tensor) -> Tensor:
-    """A model (uint8) for a replacement, after the steps of its worker."""
-    return torch.cat([torch.tensor([steps]).view(torch.uint8), model])
-
-
-def unpacked_model(payload: Tensor) -> tuple[int, Tensor]:
-    """The steps and the model of `packed_model`."""
-    return int(payload[:8].clone().view(torch.int64)), payload[8:].clone()
-
-
 def bits_of_view(view: View) -> int:
-    """The bits of a view in a message: one for each worker, or eight after a replacement."""
+    """The bits of a view in a message: one for each worker, eight after resuming with new ones."""
     return 8 * len(_view_bytes(view)) - 8
 
 

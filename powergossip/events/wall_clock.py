@@ -7,37 +7,26 @@ steps is over is announced, and agreed by all survivors.
 
 import math
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import reduce
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
-from torch import Tensor
 
-from powergossip.errors import Stopped
 from powergossip.events import event_log
 from powergossip.events.deadline import Deadline
 from powergossip.events.event_log import Entry
 from powergossip.events.joining import Compute, Make
-from powergossip.events.members import Members, View, dead, raised, union
-from powergossip.events.packing import (
-    bits_of_view,
-    packed,
-    packed_model,
-    unpacked,
-    unpacked_model,
-)
+from powergossip.events.members import View, raised, union
+from powergossip.events.packing import bits_of_view, packed, unpacked
 from powergossip.events.worker import Action, Worker
 from powergossip.network.counter import Counter
-from powergossip.network.resilient.links import Delivered as LinkMessage
 from powergossip.network.resilient.links import Links
 
 # Notes of a process to all others.
 _PROGRESS, _END, _STOP = range(3)
-_MODEL = -1  # in place of the counter of an exchange: the model for a replacement
 _BETWEEN_NOTES = 0.005  # seconds
 _OF_REST = 1 / 8  # of the time to the end of a run of steps, between notes on progress
 _LONGEST_WAIT = 0.1  # seconds without a look at signals
@@ -50,18 +39,6 @@ class _Pending:
 
     since: float = math.inf
     deadline: Deadline = field(default_factory=Deadline)
-
-
-class Models(Protocol):
-    """The models of the workers of this process."""
-
-    def of(self, worker: int) -> Tensor:
-        """A model, as bytes (uint8)."""
-        ...
-
-    def begin(self, worker: int, received: Sequence[Tensor]) -> None:
-        """Let a worker begin with the mean of models, as `of` returns them."""
-        ...
 
 
 @dataclass
@@ -117,13 +94,8 @@ class WallClock:
         self._noted = (0.0, -1)  # time of the last note, and its steps
         self._began = (0.0, 0.0, 0.0)  # of `run`: time, progress, and that of this process
         self._ended, self._stopped = -1, False
-        self._arrived: list[LinkMessage] = []  # and not taken yet
         # Workers that have not begun: nothing is sent before `run`.
         self._new = [make(index, self._versions, 0) for index in links.workers]
-
-    def join(self, seconds: float) -> None:
-        """Prepare a process that joins the others after this time, before `begin_replacements`."""
-        self._new, self._started = [], time.monotonic() - seconds
 
     def begin_at(self, steps: int) -> None:
         """Let workers begin after a number of steps, with edges that begin later."""
@@ -250,69 +222,6 @@ class WallClock:
         self._lives[worker.index] = _Lives(worker, life, next(life))
         self._send(worker)
 
-    # --- Joins ---
-
-    def begin_replacements(
-        self, joined: Iterable[int], members: Members, models: Models
-    ) -> dict[int, int]:
-        """Let replacements of lost workers begin. All processes call it, after `run`.
-
-        A replacement begins with the mean of its neighbors' models, or of all where no neighbor is
-        alive, and with the mean of their steps. One after the other, in ascending order: the second
-        one may have the first as its neighbor.
-
-        Raises Stopped if all of these neighbors are lost meanwhile.
-
-        Returns:
-            Steps of the replacements that this process hosts, by worker.
-        """
-        self._receive()
-        self._learn(reduce(union, self.links.group.gather(self._versions)))
-        steps = {}
-        for index in sorted(joined):
-            self._learn(raised(self._versions, index))
-            alive = set(range(len(self._versions))) - dead(self._versions) - {index}
-            near = [j for j in members.weights(self._versions)[index] if j in alive]
-            sources = near or sorted(alive)
-            self._send_models(sources, index, models)
-            if index in self._rows:
-                steps[index] = self._begin_late(index, sources, models)
-        return steps
-
-    def _learn(self, view: View) -> None:
-        self._versions = view
-        for worker in [*(lives.worker for lives in self._lives.values()), *self._new]:
-            worker.learn(view)
-            self._write_order(worker)
-
-    def _send_models(self, sources: Iterable[int], index: int, models: Models) -> None:
-        taken = {w.index: w.steps for w in [*self.workers.values(), *self._new]}
-        for j in sources:
-            if j in taken:
-                model = models.of(j)
-                self.counter.add(self._rows[j], 8 * model.numel())
-                self.links.send(j, index, _MODEL, packed_model(taken[j], model))
-
-    def _begin_late(self, index: int, sources: Sequence[int], models: Models) -> int:
-        """Begin a worker of this process with the mean of models that arrive. Returns its steps."""
-        found: dict[int, Tensor] = {}
-        while (set(sources) - set(found)) & self.links.alive:
-            self.links.wait(_LONGEST_WAIT)
-            self._arrived += self.links.poll()
-            found |= {i: data for i, j, k, data in self._arrived if (j, k) == (index, _MODEL)}
-        self._arrived = [m for m in self._arrived if m[1:3] != (index, _MODEL)]
-        if not found:
-            raise Stopped(f"worker {index} cannot begin: all neighbors were lost meanwhile")
-        steps, models_of_sources = zip(
-            *(unpacked_model(found[j]) for j in sources if j in found), strict=True
-        )
-        models.begin(index, models_of_sources)
-        worker = self._make(index, self._versions, sum(steps) // len(steps))
-        self._new.append(worker)
-        if self.order_file is not None:
-            event_log.write(self.order_file, [Entry(self.now, "join", index, -1, worker.steps)])
-        return worker.steps
-
     # --- Messages ---
 
     def _send(self, worker: Worker) -> None:
@@ -335,9 +244,7 @@ class WallClock:
 
     def _receive(self) -> None:
         """Take in all that has arrived, and what is known of the others."""
-        self._arrived += self.links.poll()
-        arrived, self._arrived = self._arrived, []
-        for i, j, k, payload in arrived:
+        for i, j, k, payload in self.links.poll():
             worker = self._lives[j].worker
             like = worker.rule.variables()[0]
             worker.receive(i, unpacked(k, payload, like, self._versions, self.survives))

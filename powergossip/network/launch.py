@@ -63,13 +63,6 @@ def processes(
     return _found
 
 
-def adopt(found: Processes) -> None:
-    """Let these be the processes of this run, where no launcher knows them."""
-    global _found
-    _found = found
-    exits.connect(found)
-
-
 def processes_of(group: Any = None) -> Processes:
     """The processes of a group: None for those of the run, a ProcessGroup of torch.distributed, a
     communicator of mpi4py, or Processes.

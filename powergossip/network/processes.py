@@ -108,7 +108,7 @@ class Processes:
 
     @property
     def index(self) -> int:
-        """The index of this process, which stays the same. A replacement has a higher one."""
+        """The index of this process, which stays the same."""
         return self.rank
 
     @property
@@ -162,19 +162,13 @@ class Processes:
         """`gather`, with those of the other shards, if each worker is divided over several."""
         return self.gather(value)
 
-    def check_same(
-        self,
-        values: Mapping[str, Any],
-        sentence: str = OF_COMMAND,
-        of_run: Mapping[str, Any] | None = None,
-    ) -> None:
+    def check_same(self, values: Mapping[str, Any], sentence: str = OF_COMMAND) -> None:
         """Raise BadInput, in all processes, unless those that have a key have one value of it.
 
         Args:
             sentence: Format of the error.
-            of_run: Values of the run that this process joins.
         """
-        known = [*([] if of_run is None else [of_run]), *self.everywhere(values)]
+        known = self.everywhere(values)
         for process, found in enumerate(known):
             for key in () if found == known[0] else known[0]:
                 first, other = known[0][key], found.get(key, known[0][key])

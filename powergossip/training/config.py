@@ -124,9 +124,8 @@ class RunKeys:
     max_delay: int | None = None  # exchanges that an edge may be behind with gossip=bounded (1).
     #   With exact-diffusion and a2cid2, also the delay that asynchronous exchanges are expected to
     #   have
-    on_worker_loss: str = "end"  # when a process has ended or is stopped: end the run. continue:
-    #   without its workers. replace: a new process takes its place. The last two need mpirun
-    #   --with-ft ulfm
+    on_worker_loss: str = "end"  # when a process has ended or is stopped: end the run, or continue
+    #   without its workers, which needs mpirun --with-ft ulfm
     worker_timeout: float = 30.0  # seconds without a sign of life until a process counts as lost
     record_order: bool = False  # write the order of late exchanges to order.jsonl, which a scenario
     #   can replay
@@ -203,11 +202,6 @@ class Settings(RunKeys):
     def survives(self) -> bool:
         """Whether a run goes on without the processes that it loses."""
         return self.on_worker_loss != "end"
-
-    @property
-    def replaces(self) -> bool:
-        """Whether new processes take the place of those that a run loses."""
-        return self.on_worker_loss == "replace"
 
     @property
     def one_way(self) -> bool:

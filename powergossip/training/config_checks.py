@@ -19,7 +19,6 @@ from powergossip import algorithms, checks, compressors, options, tasks, ulfm
 from powergossip.algorithms import aggregation, learning, torch_powersgd
 from powergossip.network import BACKENDS, Processes
 from powergossip.network import hosted_workers as hosted
-from powergossip.network.resilient import spawning
 from powergossip.runs import trackers
 from powergossip.runs.configuration import plain
 from powergossip.training import muon
@@ -71,7 +70,7 @@ BLANKS = {"gradient_clipping": "auto"}
 OF_RULE = {"num_batches_per_step": 1}
 
 PLACEMENTS = ("given", "mixed")  # of shards on the graph
-ON_WORKER_LOSS = ("end", "continue", "replace")
+ON_WORKER_LOSS = ("end", "continue")
 DATA_OF_LOST = ("left", "redistributed")
 
 
@@ -299,6 +298,8 @@ def _check_method(c: Settings, explicit: Collection[str]) -> None:
 def _check_events(c: Settings, processes: Processes) -> None:
     """Resolve the keys of exchanges by edges. Raises ValueError for others that do not fit."""
     checks.one_of("data_of_lost", c.data_of_lost, DATA_OF_LOST)
+    accepted = "continue or end (replaced processes were removed)"
+    checks.check("on_worker_loss", c.on_worker_loss, c.on_worker_loss != "replace", accepted)
     checks.one_of("on_worker_loss", c.on_worker_loss, ON_WORKER_LOSS)
     checks.positive("worker_timeout", c.worker_timeout)
     continues = c.survives
@@ -309,8 +310,6 @@ def _check_events(c: Settings, processes: Processes) -> None:
         ulfm.require(given)
         if processes.size == 1 or not processes.is_mpi:
             raise ValueError(f"{given}: use several processes of mpirun, with its own messages")
-        if c.on_worker_loss == "replace":
-            spawning.program(given)
     n_processes = 1 if c.evaluate_only else processes.size
     apart = continues
     if c.gossip != "synchronous" or c.max_delay is not None or c.scenario is not None:

@@ -1,7 +1,6 @@
 """Construction of the parts of a run from its configuration: the place where they are chosen."""
 
 import warnings
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial, reduce
 from operator import add
@@ -44,37 +43,30 @@ class Built:
     state: Parts
 
 
-def build(c: Settings, processes: Processes, task: tasks.Task | None, joins: Any) -> Built:
+def build(c: Settings, processes: Processes, task: tasks.Task | None) -> Built:
     """Build the parts of a run. All processes call it.
 
     Args:
         task: Task, by default that of the configuration.
-        joins: The replacement of a lost process that this process is, or None.
 
     Raises:
         BadInput: In all processes.
     """
-    links = joins and joins.links
+    links = None
     configuration.check_same(processes, c.as_dict())
-    if links is None and c.by_edges and not c.evaluate_only and processes.size > 1:
-        from powergossip.training.asynchronous.replacement_process import make_links
+    if c.by_edges and not c.evaluate_only and processes.size > 1:
+        from powergossip.training.asynchronous import make_links
 
         links = make_links(c, processes)
-    if links is not None:
         processes = links.group
-    facts: dict[str, Any] = {}  # equal in all processes
-
-    def check_same(found: Mapping[str, Any]) -> None:
-        facts.update(found)
-        processes.check_same(found, OF_FILES, joins and joins.facts)
-
     clock, several = Clock(), processes.size > 1
     with processes.agreed():
         network = make_network(c, processes, clock)
         hint = check_method(c, network)
     if several:
         of_start = {"the versions of the package": configuration.version()}
-        check_same(of_start | {"the graphs": network.topology.fingerprint})
+        of_start |= {"the graphs": network.topology.fingerprint}
+        processes.check_same(of_start, OF_FILES)
     found = transport(network)
     kernels.load(network)  # together: later calls find them
     given = task
@@ -83,7 +75,7 @@ def build(c: Settings, processes: Processes, task: tasks.Task | None, joins: Any
     of_user = given is None and not tasks.is_in_library(c.task, c.task_architecture)
     with processes.agreed():
         of_task = of_data(task) if several and given is None else {}
-    check_same(of_task)
+    processes.check_same(of_task, OF_FILES)
     steps_per_epoch = min(task.steps_per_epoch, c.max_steps_per_epoch or task.steps_per_epoch)
     if c.local_steps > steps_per_epoch * c.num_epochs and not (processes.rank or c.evaluate_only):
         warnings.warn(
@@ -105,9 +97,10 @@ def build(c: Settings, processes: Processes, task: tasks.Task | None, joins: Any
         if of_user and not c.evaluate_only:
             main, metrics = check_first_batch(task, c, network.workers[0], network.device)
             of_models |= {"the names of metrics": ", ".join(metrics)}
-    check_same(of_models)
+    processes.check_same(of_models, OF_FILES)
     if of_user:
-        check_same({"the initial values of the model": equalize(processes, models)})
+        initial = {"the initial values of the model": equalize(processes, models)}
+        processes.check_same(initial, OF_FILES)
     with processes.agreed():
         warn_of_rate(c, network, parameters.layout)
         warn_of_rank(c, network, parameters)
@@ -115,14 +108,14 @@ def build(c: Settings, processes: Processes, task: tasks.Task | None, joins: Any
             precision.compile_models(models)
         gradients = Gradients(c, network, task, parameters, clock, agreement)
         run = Computation(
-            c, network, task, parameters, gradients, agreement, clock, steps_per_epoch, facts
+            c, network, task, parameters, gradients, agreement, clock, steps_per_epoch
         )
-        execution = _make_execution(run, links, joins=joins is not None)
+        execution = _make_execution(run, links)
     metric = main and {"name": main.name, "larger_is_better": main.larger_is_better}
     return Built(run, execution, metric, hint, found, Parts(run, execution.parts))
 
 
-def _make_execution(run: Computation, links: Any, joins: bool) -> Execution:
+def _make_execution(run: Computation, links: Any) -> Execution:
     """How the workers of this process take their steps. Nothing else chooses."""
     c = run.config
     if c.evaluate_only:
@@ -130,7 +123,7 @@ def _make_execution(run: Computation, links: Any, joins: bool) -> Execution:
     if c.by_edges:
         from powergossip.training import asynchronous
 
-        return asynchronous.make(run, links, joins)
+        return asynchronous.make(run, links)
     return Together(run, make_method(c, run.network, run.parameters, run.steps_per_epoch))
 
 

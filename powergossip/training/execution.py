@@ -33,7 +33,6 @@ class Computation(NamedTuple):
     agreement: Agreement
     clock: Clock
     steps_per_epoch: int
-    facts: Mapping[str, Any]  # equal in all processes
 
 
 class Stateful(Protocol):
@@ -81,18 +80,14 @@ class Execution:
 
     @property
     def missing(self) -> list[int]:
-        """The workers that were lost and not replaced, as of the last collective operation."""
+        """The workers that were lost, as of the last collective operation."""
         return []
 
     def restore(self, alive: Sequence[int]) -> None:
         """Know the workers that a checkpoint has, before an evaluation of it."""
 
-    def begin(self, folder: Path) -> Position | None:
-        """Prepare for the first step, with files in the folder of the run.
-
-        Returns the position of a run that this process joins, or None.
-        """
-        return None
+    def begin(self, folder: Path) -> None:
+        """Prepare for the first step, with files in the folder of the run."""
 
     def train_step(self, epoch: int, step: int) -> dict[str, Tensor]:
         """Train one step of the hosted workers. Returns the batches' metrics, each [worker]."""

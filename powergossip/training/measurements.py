@@ -10,8 +10,6 @@ from torch import Tensor
 from powergossip.errors import Diverged
 from powergossip.network import Network
 from powergossip.runs.clock import Clock, data_fraction
-from powergossip.runs.progress import Progress
-from powergossip.training.position import Moment
 
 # name, values, tags
 Row = tuple[str, dict[str, float], dict[str, Any]]
@@ -99,13 +97,3 @@ def log_phases(rows: Rows, hooks: Hooks, clock: Clock, epoch: int, num_epochs: i
         hooks.log_info(
             {"state.progress": epoch / num_epochs, "data_fraction": data_fraction(totals)}
         )
-
-
-def log_news(rows: Rows, hooks: Hooks, moment: Moment, shown: bool) -> None:
-    """Log new facts about the run, if there are sentences about them."""
-    if moment.notes:
-        rows.take_over()
-    if moment.notes and rows.are_written:
-        hooks.log_info(dict(moment.facts))
-        for sentence in moment.notes if shown else ():
-            Progress.write(sentence)

@@ -1,7 +1,6 @@
 """Places in a run, and what is known there."""
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -25,11 +24,7 @@ class Moment(NamedTuple):
     Attributes:
         position: Position at which a run that ends now resumes.
         signal: Signal that some process has received, or None.
-        facts: New facts about the run, for info.json.
-        notes: Sentences about these facts.
     """
 
     position: Position
     signal: int | None = None
-    facts: Mapping[str, Any] = {}
-    notes: tuple[str, ...] = ()

@@ -51,7 +51,7 @@ class Recorder:
     def __init__(self, run: NewRun, given: Hooks, program: str):
         self._run, self._program = run, program
         self.hooks = replace(given, take_over=self._take_over)
-        self.folder = Path() if run.joined is None else run.joined
+        self.folder = Path()
         self.rows_were_lost = False
         self.output: Output | None = None  # in the process that writes
 
@@ -64,8 +64,7 @@ class Recorder:
         global _now
         _now, ending = self, None
         try:
-            if self._run.joined is None:
-                self._open(trainer)
+            self._open(trainer)
             trainer.begin(self.folder)
             yield
             missing = trainer.execution.missing

@@ -2,14 +2,10 @@
 
 import os
 import shlex
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from powergossip.network import Processes, launch, processes
-from powergossip.network.resilient import spawning
 from powergossip.runs.configuration import Request
 from powergossip.runs.output import run_to_resume
 from powergossip.training.config import Settings
@@ -27,25 +23,16 @@ class NewRun:
         processes: The connected processes.
         name: Name of the requested output folder, or None.
         resumed: Folder of the run to resume or to evaluate, or None.
-        joined: Folder of the run that a process joins.
-        joins: The replacement of a lost process that this process is.
-        rejected: Context of the construction of a trainer, which may be rejected.
     """
 
     config: Settings
     processes: Processes
     name: str | None = None
     resumed: Path | None = None
-    joined: Path | None = None
-    joins: Any = None
-    rejected: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def trainer(self, hooks: Hooks) -> Trainer:
         """The trainer of the run. All processes call it. Raises BadInput."""
-        with self.rejected():
-            return Trainer(
-                self.config, self.processes, hooks, resume_from=self.resumed, joins=self.joins
-            )
+        return Trainer(self.config, self.processes, hooks, resume_from=self.resumed)
 
     @property
     def evaluated(self) -> Path:
@@ -66,12 +53,6 @@ def begin(request: Request) -> NewRun:
         BadInput: In all processes, for a request that cannot be carried out.
     """
     asked, name = request.config, request.folder
-    if spawning.is_spawned():
-        from powergossip.training.asynchronous.replacement_process import Replacement
-
-        new = Replacement()
-        group, rejected = new.links.group, new.rejected
-        return NewRun(new.config, group, joined=new.folder, joins=new, rejected=rejected)
     found = processes(
         asked.distributed_backend, asked.distributed_init_file, asked.rank, asked.n_workers or 1
     )

@@ -16,7 +16,7 @@ from powergossip.training import construction, facts, precision, resizing
 from powergossip.training.config import Settings
 from powergossip.training.ending import PATIENCE, interrupted
 from powergossip.training.evaluation import Evaluation
-from powergossip.training.measurements import Hooks, log_news, log_phases
+from powergossip.training.measurements import Hooks, log_phases
 from powergossip.training.methods import diffusion_rate
 from powergossip.training.position import Position
 from powergossip.training.resuming import load_checkpoint
@@ -32,7 +32,6 @@ class Trainer:
         resume_from: Output folder of a run to resume from its last checkpoint, if it has one. With
             config.evaluate_only, the checkpoint is the one that config.checkpoint names.
         task: Data and models, by default those of the configuration.
-        joins: The replacement of a lost process that this process is, or None.
 
     Raises:
         BadInput: In all processes, for impossible values, missing data, or a run to resume that had
@@ -46,10 +45,9 @@ class Trainer:
         hooks: Hooks | None = None,
         resume_from: Path | None = None,
         task: tasks.Task | None = None,
-        joins: Any = None,
     ):
         self.config, self._hooks = config, hooks or Hooks()
-        built = self._built = construction.build(config, processes, task, joins)
+        built = self._built = construction.build(config, processes, task)
         run, self.execution, self.hint = built.run, built.execution, built.hint
         self.network, self.task, self.parameters = run.network, run.task, run.parameters
         self.clock, self.steps_per_epoch = run.clock, run.steps_per_epoch
@@ -106,8 +104,7 @@ class Trainer:
 
     def begin(self, folder: Path) -> None:
         """Prepare for the first step, with files in the folder of the run."""
-        joined = self.execution.begin(folder)
-        self.position = self.position if joined is None else joined
+        self.execution.begin(folder)
 
     def train(
         self,
@@ -142,7 +139,6 @@ class Trainer:
                 for moment in self.execution.epoch(position, signals):
                     position = moment.position
                     bar.advance_to(self.step)
-                    log_news(self.rows, self._hooks, moment, c.log_verbosity > 0)
                     if moment.signal is not None:
                         signals.agreed = True
                         save(position)

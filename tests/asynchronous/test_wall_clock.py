@@ -203,7 +203,7 @@ def test_a_kill_during_a_checkpoint_leaves_whole_ones(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_without_lost_workers_resumes_with_replacements_and_can_be_evaluated(tmp_path):
+def test_a_run_without_lost_workers_resumes_with_new_ones_and_can_be_evaluated(tmp_path):
     folder = tmp_path / "run"
     values: dict[str, Any] = {"num_epochs": 2, "optimizer": "choco", "use_decentralized_data": True}
     failing({"kill": {"2": 5}}, folder, code=LOST, **values)
@@ -310,6 +310,23 @@ def test_a_worker_that_is_lost_before_its_first_event_was_there_at_the_start():
         (0, "start"),
         (0, "learn"),
     ]
+
+
+def test_all_processes_meet_at_the_end_of_an_epoch():
+    """Whatever their clocks say. A process that is lost in the next epoch dies after it."""
+    late = [Entry(50.0, "begin", 0, -1, -1), Entry(51.0, "epoch", 0, -1, 1)]
+    early = [
+        Entry(0.0, "begin", 1, -1, -1),
+        Entry(0.1, "epoch", 1, -1, 1),
+        Entry(0.2, "finish", 1, -1, -1),
+        Entry(0.3, "epoch", 1, -1, 2),
+    ]
+    found = event_log.merged([late, early], lost=[0])
+    kinds = [(entry.worker, entry.kind) for entry in found]
+    assert kinds[:2] == [(1, "begin"), (0, "begin")]
+    assert sorted(kinds[2:5]) == [(0, "die"), (0, "epoch"), (1, "epoch")]
+    assert kinds.index((0, "epoch")) < kinds.index((0, "die"))
+    assert kinds[5:] == [(1, "finish"), (1, "epoch")]
 
 
 def test_a_full_disk_under_the_order_of_events_is_a_sentence():

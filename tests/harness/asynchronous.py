@@ -1,12 +1,10 @@
 """Runs in processes that may be lost, and the same runs on the virtual clock."""
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
-from torch import nn
 
 import train
 from powergossip.network import Processes
@@ -16,9 +14,6 @@ from powergossip.training.trainer import Trainer
 from tests.harness import launch
 
 ULFM = ("--with-ft", "ulfm")
-
-
-ULFM_REPLACING = (*ULFM, "--prtemca", "state_base_recoverable", "1")
 
 
 TINY: dict[str, Any] = {
@@ -41,11 +36,6 @@ METHODS: dict[str, dict[str, Any]] = {
     "duals": {"optimizer": "dpsgd", "learning": "exact-diffusion"},
     "tracking": {"optimizer": "power-gossip", "learning": "gradient-tracking"},
 }
-
-
-def normalized() -> nn.Module:
-    """A model for Digits with running statistics."""
-    return nn.Sequential(nn.Flatten(), nn.Linear(64, 12), nn.BatchNorm1d(12), nn.Linear(12, 10))
 
 
 SURVIVING = {"on_worker_loss": "continue", "worker_timeout": 20.0}
@@ -73,7 +63,6 @@ def failing(
     *,
     size: int = 4,
     code: int = 0,
-    options: Sequence[str] = ULFM,
     **changes: Any,
 ) -> list[dict[str, Any]]:
     """The rows of tests/harness/failing.py, which is started under mpirun."""
@@ -85,7 +74,7 @@ def failing(
         folder,
         *words,
         processes=size,
-        options=options,
+        options=ULFM,
         timeout=100,
     )
     assert ended.returncode == code, ended.stdout + ended.stderr

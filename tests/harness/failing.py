@@ -10,9 +10,6 @@ PLAN is JSON with these keys, all of them optional:
     report  # false: no figure and no table at the end
     log     # path: each process appends its events to PATH-PROCESS, as they happen
     dump    # seconds after which a process writes its stacks to PATH-PROCESS
-    wait    # steps in whose gradients processes wait for replacements
-    again   # the first replacement kills itself in the gradient with this count, from 1
-    early   # replacements before they join: kill, they kill themselves. hang: they sleep for ever
 
 At a point, a process sends itself a signal, or with `launcher` mpirun, `after` seconds later. With
 SIGSTOP it continues after `seconds`. In place of a signal, SLOW lets it sleep for that time, ERROR
@@ -54,12 +51,10 @@ from typing import Any
 import train
 from powergossip.errors import BadInput, Stopped
 from powergossip.events.wall_clock import WallClock
-from powergossip.network.resilient import bootstrap
 from powergossip.network.resilient.messages import Wire
 from powergossip.runs import checkpoints, configuration
 from powergossip.runs.metrics import MetricsLog
 from powergossip.training import construction, recorder
-from powergossip.training.asynchronous.execution import AcrossProcesses
 from powergossip.training.asynchronous.workers import EdgeWorkers
 from powergossip.training.evaluation import Evaluation
 from powergossip.training.execution import Together
@@ -67,8 +62,7 @@ from powergossip.training.trainer import Trainer
 from tests.harness.system_calls import moments
 
 plan: dict[str, Any] = json.loads(sys.argv[1])
-is_new = bootstrap.ASSIGNMENT in os.environ
-process = "new" if is_new else os.environ.get("OMPI_COMM_WORLD_RANK", "0")
+process = os.environ.get("OMPI_COMM_WORLD_RANK", "0")
 log = f"{plan['log']}-{process}" if "log" in plan else os.devnull
 found: list[Trainer] = []
 counts: Counter[str] = Counter()
@@ -142,18 +136,6 @@ def before(point: str, function: Any, first: int = 1) -> Any:
     return call
 
 
-waited: dict[int, bool] = {}
-taken: list[int] = []  # steps of gradients
-
-
-def wait_for_replacements(run: Trainer) -> None:
-    """Wait until those that were started are ready. Other processes need the cores meanwhile."""
-    assert isinstance(run.execution, AcrossProcesses)
-    links, end = run.execution.links, time.monotonic() + 60
-    while links.has_spawned and not links.spawned_are_ready and time.monotonic() < end:
-        time.sleep(0.05)
-
-
 def with_steps(compute: Any) -> Any:
     last = [time.monotonic()]
 
@@ -163,17 +145,6 @@ def with_steps(compute: Any) -> Any:
         last[0] = time.monotonic()
         if worker == min(self.rows):
             step(steps)
-        taken.append(steps)
-        execution = found[0].execution
-        first_new = (
-            is_new and isinstance(execution, AcrossProcesses) and execution.links.process == 4
-        )
-        if first_new and len(taken) == plan.get("again"):
-            os.kill(os.getpid(), signal.SIGKILL)
-        if steps in plan.get("wait", ()) and not waited.get(steps):
-            wait_for_replacements(found[0])
-            waited[steps] = True
-            last[0] = time.monotonic()
         if own:
             last[0] = time.monotonic()
         compute(self, worker, steps)
@@ -265,11 +236,7 @@ if "dump" in plan:
 if process in plan.get("files", {}):
     most = plan["files"][process]
     resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
-if is_new and plan.get("early") == "kill":
-    os.kill(os.getpid(), signal.SIGKILL)
-while is_new and plan.get("early") == "hang":
-    time.sleep(1)
-row: dict[str, Any] = {"process": 4 if is_new else int(process)}
+row: dict[str, Any] = {"process": int(process)}
 
 
 def main(arguments: list[str]) -> None:

@@ -286,11 +286,6 @@ def _processes(d: _Draws) -> Case:
     if survives or values["gossip"] != "synchronous":
         values["record_order"] = d.chance(0.6)
     plan: dict[str, Any] = {"events": _failures(d, size, epochs * steps, epochs, values)}
-    if survives and d.chance(0.1):
-        values["on_worker_loss"] = "replace"
-        plan = {"events": [{"process": d.integer(0, size - 1), "point": "step", "count": steps}]}
-        plan["events"][0]["signal"] = d.one_of("SIGKILL", *ERRORS)
-        plan["early"] = d.one_of("hang", "hang", "kill")  # never joins
     if d.chance(0.8):
         plan["report"] = False  # it takes longer than the rest
     if d.chance(0.4):

@@ -129,8 +129,6 @@ class _Ended:
         limit = LONGEST * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)) + stopped
         plan = {**plan, "log": str(log), "dump": limit - 10}
         options = ["--with-ft", "ulfm"] if survives else []
-        if values.get("on_worker_loss") == "replace":
-            options += ["--prtemca", "state_base_recoverable", "1"]
         try:
             for _ in range(3):
                 ended = launch.python(

@@ -2,7 +2,6 @@
 
 python tests/harness/surviving.py kills SEED       one or two of them end at random times
 python tests/harness/surviving.py stop SECONDS     process 1 is stopped for that time; 0: for ever
-python tests/harness/surviving.py join VICTIM      a process ends, is replaced, another ends
 python tests/harness/surviving.py busy SECONDS     process 1 sleeps, and 3 holds Python's lock
 python tests/harness/surviving.py split TIMEOUT    the network between even and odd processes fails
 
@@ -24,7 +23,6 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from powergossip.network.resilient import spawning
 from powergossip.network.resilient.links import Links
 from powergossip.network.resilient.messages import Wire
 
@@ -54,11 +52,8 @@ class Chatter:
         self.lost: dict[int, float] = {}
         self.longest_gap, self._last = 0.0, time.monotonic()
         for worker in sorted(links.alive - {self.own}):
-            self.begin(worker)
-
-    def begin(self, worker: int) -> None:
-        self.sent[worker] = self.received[worker] = 0
-        self._send(worker)
+            self.sent[worker] = self.received[worker] = 0
+            self._send(worker)
 
     def _send(self, worker: int) -> None:
         payload = np.full(self.elements, self.sent[worker] % 256, dtype=np.uint8)
@@ -98,17 +93,16 @@ def kills(seed: int) -> None:
         die_after(times[links.process])
     chatter = Chatter(links, elements)
     died = {victim: time.time() + seconds for victim, seconds in times.items()}
-    sizes = []
+    sizes, survivors = [], links.group
     for _ in range(20):  # deaths come in the conversations or in the collectives
         chatter.run(0.02)
-        survivors = links.survivors()
         found = survivors.gather(links.process)
         assert found == survivors.members, (found, survivors.members)
         sizes.append(survivors.gather_arrays(np.full(1000, links.process)).shape[0])
         assert survivors.broadcast(links.process) == survivors.members[0]
     while set(chatter.lost) < set(victims):  # within LIMIT
         chatter.turn(0.1)
-    survivors = links.survivors()
+    survivors.barrier()
     row(
         process=links.process,
         members=survivors.members,
@@ -125,7 +119,7 @@ def stop(seconds: float) -> None:
     timeout = 0.6
     links = Links(communicator, range(communicator.size), worker_timeout=timeout)
     links.end_alone()
-    pids = links.survivors().gather(os.getpid())
+    pids = links.group.gather(os.getpid())
     chatter = Chatter(links, 1000)
     chatter.run(0.2)
     if links.process == 0:
@@ -136,10 +130,10 @@ def stop(seconds: float) -> None:
     before = dict(chatter.received)
     chatter.longest_gap = 0.0
     chatter.run(1.5 if seconds < timeout else 2.5)
-    survivors = links.survivors()
+    links.group.barrier()
     row(
         process=links.process,
-        members=survivors.members,
+        members=links.group.members,
         gained={w: chatter.received[w] - before[w] for w in before},
         gap=chatter.longest_gap,
     )
@@ -158,8 +152,8 @@ def busy(seconds: float) -> None:
     elif links.process == 3:
         while time.monotonic() - since < seconds:
             re.match("(a+)+b", 22 * "a")  # one call takes a while, in which no other thread runs
-    survivors = links.survivors()
-    row(process=links.process, members=survivors.members)
+    links.group.barrier()
+    row(process=links.process, members=links.group.members)
     links.finish()
 
 
@@ -177,59 +171,8 @@ def split(timeout: float) -> None:
 
     Wire.send = send_near  # type: ignore[method-assign]
     chatter.run(5 * timeout)
-    row(process=links.process, members=links.survivors().members)
-    links.finish()
-
-
-def join(victim: int) -> None:
-    communicator = MPI.COMM_WORLD
-    links = Links(communicator, range(communicator.size), worker_timeout=20)
-    links.end_alone()
-    if links.process == victim:
-        die_after(0.1)
-    chatter = Chatter(links, 100_000)
-    while not chatter.lost:
-        chatter.turn(1.0)
-    start = time.monotonic()
-    spawned = links.spawn([__file__, "replacement", str(victim)], {"of": "the run"})
-    waited, turns = time.monotonic() - start, 0
-    joined: list[int] = []
-    while not joined:
-        while not links.spawned_are_ready:
-            chatter.turn(0.01)
-            turns += 1
-        joined = links.accept()
-    seconds = time.monotonic() - start
-    row(process=links.process, joined=joined, spawned=spawned, waited=waited, seconds=seconds)
-    assert turns, "the others go on meanwhile"
-    chatter.begin(victim)
-    after_joining(links, chatter)
-
-
-def replacement(victim: int) -> None:
-    assignment = spawning.assignment()
-    assert assignment is not None
-    links = Links.join(assignment)
-    links.end_alone()
-    assert (links.workers, assignment.run) == ([victim], {"of": "the run"})
-    assert (links.group.rank, links.group.size, links.group.gather(1)) == (victim, 4, [1])
-    links.enter()
-    after_joining(links, Chatter(links, 100_000))
-
-
-def after_joining(links: Links, chatter: Chatter) -> None:
-    chatter.run(0.3)
-    survivors = links.survivors()
-    members = survivors.gather(links.workers)
-    (counts,) = survivors.gather_arrays(np.array([len(chatter.received)]))[:1]
-    row(process=links.process, workers=members, alive=sorted(links.alive), peers=int(counts[0]))
-    assert all(chatter.received[w] for w in links.alive - {chatter.own})
-    if links.process == min(links.homes.values()):  # an old process ends as well
-        die_after(0.0)
-    chatter.lost.clear()
-    while not chatter.lost:
-        chatter.turn(1.0)
-    row(process=links.process, again=links.survivors().gather(chatter.own))
+    links.group.barrier()
+    row(process=links.process, members=links.group.members)
     links.finish()
 
 
@@ -239,7 +182,7 @@ if __name__ == "__main__":
     if hosts:
         own = f"host-{MPI.COMM_WORLD.rank % int(hosts[0])}"
         socket.gethostname = lambda: own
-    if kind in ("stop", "busy", "split"):
-        {"stop": stop, "busy": busy, "split": split}[kind](float(argument))
+    if kind == "kills":
+        kills(int(argument))
     else:
-        {"kills": kills, "join": join, "replacement": replacement}[kind](int(argument))
+        {"stop": stop, "busy": busy, "split": split}[kind](float(argument))

@@ -4,7 +4,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -83,7 +82,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def three(wire: Wire, *living: int) -> Peers:
     identities = {process: Identity("host", process, "0") for process in range(3)}
-    return Peers(wire, Living(*living), identities, TIMEOUT, identities)  # type: ignore[arg-type]
+    return Peers(wire, Living(*living), identities, TIMEOUT)  # type: ignore[arg-type]
 
 
 def live(clock: Clock, found: Peers, seconds: float, before: Callable[[], object] = int) -> None:
@@ -133,7 +132,7 @@ def test_one_side_of_a_network_that_splits_goes_on(clock: Clock, size: int) -> N
         goes_on = 2 * len(side) > size or (2 * len(side) == size and 0 in side)
         for own in side:
             living = Living(*side, seen=False)
-            found = Peers(Wire(own), living, identities, TIMEOUT, identities)  # type: ignore[arg-type]
+            found = Peers(Wire(own), living, identities, TIMEOUT)  # type: ignore[arg-type]
             if goes_on:
                 live(clock, found, 2 * TIMEOUT)
                 continue
@@ -204,7 +203,7 @@ def test_a_dropped_process_writes_neither_a_checkpoint_nor_a_row(
     hooks = Hooks(log_metric=lambda name, *_: written.append(name))
     counted = torch.zeros(1)
     network = SimpleNamespace(processes=survivors, bits=counted, messages=counted)
-    rows = SharedRows(hooks, network, lambda: 0.0, joins=False)  # type: ignore[arg-type]
+    rows = SharedRows(hooks, network, lambda: 0.0)  # type: ignore[arg-type]
     rows("first", 1.0, 1)
     for write in (
         lambda: checkpoints.save(2, range(1), state, {}),
@@ -235,7 +234,7 @@ def test_a_stopped_process_does_not_live_and_a_busy_one_does() -> None:
         own = Identity.own()
         start = stat.read_text().rpartition(")")[2].split()[19]
         identities = {0: own, 1: replace(own, pid=child.pid, start=start)}
-        liveness = Liveness(None, 0, {0: 0, 1: 1}, identities, 1.0)
+        liveness = Liveness(None, 0, identities, 1.0)
 
         assert liveness.lives(1)
         child.send_signal(signal.SIGSTOP)
@@ -260,9 +259,6 @@ class Heartbeats(Wire):
     def send(self, *_: object, payload: Payload, **__: object) -> None:  # type: ignore[override]
         self.named = decoded(octets(payload))
 
-    def add(self, *_: object) -> None:
-        """Other processes have joined."""
-
 
 @pytest.fixture
 def heartbeats(monkeypatch: pytest.MonkeyPatch) -> Heartbeats:
@@ -278,7 +274,7 @@ def test_heartbeats_do_not_name_stopped_processes(heartbeats: Heartbeats) -> Non
         start = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[19]
         of_host = replace(own, pid=child.pid, start=start)
         identities = {0: own, 1: of_host, 2: replace(own, host="another")}
-        liveness = Liveness(None, 0, {p: p for p in identities}, identities, 0.2)
+        liveness = Liveness(None, 0, identities, 0.2)
         try:
             assert liveness.lives(2), "before its first heartbeat"
             wait_until(lambda: heartbeats.named == {0, 1}, 20)
@@ -289,24 +285,13 @@ def test_heartbeats_do_not_name_stopped_processes(heartbeats: Heartbeats) -> Non
             liveness.close()
 
 
-def test_processes_that_join_add_no_thread(heartbeats: Heartbeats) -> None:
-    own = Identity.own()
-    identities = {0: own, 1: replace(own, host="another")}
-    of_start = Liveness(None, 0, {0: 0, 1: 1}, identities, 100.0)
-    found = Peers(heartbeats, of_start, identities, 100.0, identities)  # type: ignore[arg-type]
-    before = threading.active_count()
-    found.add(None, {0: 0, 1: 1, 2: 2}, {2: replace(own, host="a third")})
-    assert threading.active_count() == before
-    found.liveness.close()
-
-
 @pytest.mark.parallel(4)
 def test_heartbeats_name_the_processes_of_their_host() -> None:
     """Two believe to be on one host, two on another. Process 1 sends no heartbeats, 0 does."""
     communicator = MPI.COMM_WORLD
     own, known = communicator.rank, exchange_identities(communicator)
     given = {p: replace(of, host=f"host {p // 2}") for p, of in known.items()}
-    liveness = Liveness(communicator, own, {p: p for p in given}, given, 0.2)
+    liveness = Liveness(communicator, own, given, 0.2)
     if own == 1:
         liveness.close()
     for process in (0, 1, 2, 3):

@@ -93,7 +93,7 @@ def take_steps(folder: Path, group: Pair, at: Callable[[int], None] = lambda mom
     )
     counted = torch.zeros(1)
     network: Any = SimpleNamespace(processes=group, bits=counted, messages=counted)
-    rows = SharedRows(hooks, network, lambda: 0.0, joins=False)
+    rows = SharedRows(hooks, network, lambda: 0.0)
     if group.index == 0:
         found.append(output.Output(str(folder), CONFIG, process=0))
     group.gather(None)

@@ -6,6 +6,5 @@ Modules::
     heartbeats.py, failure_detector.py   evidence that other processes live or are silent
     collectives.py                       agreement of the processes that are left
     links.py                             messages between workers, which may be late or lost
-    spawning.py, bootstrap.py            processes in place of lost ones
     ulfm.py                              the part of MPI that reports the end of a process
 """

@@ -101,38 +101,23 @@ class LiveProcesses(Processes):
 
     Attributes:
         members: Indices of the processes, ascending. `rank` is the position of this process in it.
-        waits: Whether this process has yet to join the others. Until then it is alone with its
-            calls, and `rank` and `size` are those of the process that it replaces, at the start of
-            the run.
     """
 
     transport = "mpi"
     can_be_lost = True
 
-    def __init__(self, peers: Peers | None = None):
+    def __init__(self, peers: Peers):
         super().__init__()
-        self._peers: Peers | None = None
-        self.calls = 0  # gatherings so far, equal in all processes
-        self.members: list[int] = []
+        self._peers = peers
+        self._calls = 0  # gatherings so far, equal in all processes
         self._early: dict[int, list[tuple[int, int, Tensor]]] = {}  # by gathering
-        if peers is not None:
-            self.join(peers, 0)
-
-    @property
-    def waits(self) -> bool:
-        return self._peers is None
+        self._set_members(peers.alive)
 
     @property
     def index(self) -> int:
-        return self.rank if self._peers is None else self._peers.own
-
-    def join(self, peers: Peers, calls: int) -> None:
-        """Join the others after this number of their calls."""
-        self._peers, self.calls = peers, calls
-        self._set_members(set(peers.alive))
+        return self._peers.own
 
     def _set_members(self, members: set[int]) -> None:
-        assert self._peers is not None
         own = self._peers.own
         self.members = sorted(members)
         self.rank, self.size = self.members.index(own), len(self.members)
@@ -143,10 +128,8 @@ class LiveProcesses(Processes):
 
     def collect(self, value: Payload) -> dict[int, Tensor]:
         """The bytes of all survivors by process, ascending. Waits for all that live."""
-        if self._peers is None:
-            return {self.rank: octets(value)}
-        peers, call = self._peers, self.calls
-        self.calls += 1
+        peers, call = self._peers, self._calls
+        self._calls += 1
         gathering = Consensus(peers.own, value)
         since = time.monotonic()
         with standstill.waiting(peers.own, peers.alive):
@@ -169,8 +152,7 @@ class LiveProcesses(Processes):
         return gathering.result()
 
     def check_present(self) -> None:
-        if self._peers is not None:
-            self._peers.advance()
+        self._peers.advance()
 
     def barrier(self) -> None:
         """Wait for all survivors."""

@@ -1,8 +1,7 @@
 """The other processes of a run that survives the loss of some: who is there, and who is silent."""
 
 import time
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 from powergossip.errors import Dropped, Stopped
 from powergossip.network.resilient.heartbeats import Identity, Liveness
@@ -32,12 +31,12 @@ class Peers:
     `advance` raises Stopped.
 
     Args:
-        alive: Indices of the processes alive, own included.
-        identities: Identity of each process that ever was, by index.
+        identities: Identity of each process, by rank.
         worker_timeout: Seconds of silence after which a process counts as lost.
 
     Attributes:
-        own: Index of this process.
+        own: Rank of this process.
+        alive: Ranks of the processes that are not lost, own included.
     """
 
     def __init__(
@@ -46,27 +45,15 @@ class Peers:
         liveness: Liveness,
         identities: Mapping[int, Identity],
         worker_timeout: float,
-        alive: Iterable[int],
     ):
         self.wire, self.own, self.liveness = wire, wire.own, liveness
         self.identities = dict(identities)
         self.worker_timeout = worker_timeout
-        self.alive = set(alive)
+        self.alive = set(identities)
         self._advanced = self._looked = time.monotonic()
         self._silence = dict.fromkeys(identities, 0.0)  # seconds, by process
         self._out_of_reach: set[int] = set()  # lost for their silence, unless seen to be stopped
         self._arrived: dict[int, list[Envelope]] = {DATA: [], NOTE: [], GROUP: []}
-
-    def add(self, communicator: Any, ranks: Mapping[int, int], new: Mapping[int, Identity]) -> None:
-        """Add processes that have joined, and can be reached by this communicator only."""
-        self.wire.add(communicator, ranks)
-        self.identities |= new
-        self.alive |= set(new)
-        self._silence |= dict.fromkeys(new, 0.0)
-        self.liveness.close()
-        self.liveness = Liveness(
-            communicator, self.own, ranks, self.identities, self.worker_timeout
-        )
 
     def send(
         self, process: int, kind: int, i: int = 0, j: int = 0, k: int = 0, payload: Payload = b""

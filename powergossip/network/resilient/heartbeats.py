@@ -5,13 +5,15 @@ of the same host see this in /proc. Those of other hosts receive heartbeats, whi
 """
 
 import atexit
+import os
+import socket
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import isinf
+from pathlib import Path
 from typing import Any
 
-from powergossip.network.resilient import bootstrap
 from powergossip.network.resilient.messages import Wire, decoded, encoded
 
 _BEATS = 10  # heartbeats within worker_timeout
@@ -33,7 +35,12 @@ class Identity:
 
     @classmethod
     def own(cls) -> "Identity":
-        return cls(*bootstrap.identity())
+        try:
+            boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+            namespace = f"{boot} {os.readlink('/proc/self/ns/pid')}"
+        except OSError:
+            namespace = ""
+        return cls(socket.gethostname(), os.getpid(), _stat(os.getpid())[1], namespace)
 
     def sees(self, other: "Identity") -> bool:
         """Whether this process has the other one in its /proc, as long as that exists."""
@@ -42,7 +49,7 @@ class Identity:
     @property
     def state(self) -> str:
         """The state of a process of this host, such as R, S or T, and "" if it has ended."""
-        state, start = bootstrap.stat(self.pid)
+        state, start = _stat(self.pid)
         return state if start == self.start else ""
 
     @property
@@ -59,6 +66,15 @@ class Identity:
 _ENDED, _STOPPED = frozenset({"", "Z", "X"}), frozenset({"T", "t"})
 
 
+def _stat(pid: int) -> tuple[str, str]:
+    """The state of a process of this host and the time of its start, or "" (Linux only)."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return "", ""
+    return fields[0], fields[19]
+
+
 class Liveness:
     """Signs of life of the other processes of a communicator. All of them construct it.
 
@@ -68,22 +84,19 @@ class Liveness:
     names it, a process that is not seen counts as one that lives.
 
     Args:
-        ranks: Rank of each process, by index.
-        identities: Identity of each process, by index.
+        identities: Identity of each process, by rank.
     """
 
     def __init__(
         self,
         communicator: Any,
         own: int,
-        ranks: Mapping[int, int],
         identities: Mapping[int, Identity],
         worker_timeout: float,
     ):
         from mpi4py import MPI
 
-        self._own = own
-        self._identities = {process: identities[process] for process in ranks}
+        self._own, self._identities = own, dict(identities)
         seen = {p: of for p, of in self._identities.items() if identities[own].sees(of)}
         self._seen = {process for process, of in seen.items() if of.state}
         self._heard: dict[int, int] = {}  # process → heartbeats that named it
@@ -98,7 +111,7 @@ class Liveness:
         everywhere = all(first.sees(of) for of in self._identities.values())
         if everywhere or isinf(worker_timeout) or MPI.Query_thread() < MPI.THREAD_MULTIPLE:
             return
-        self._wire = Wire(communicator, own, ranks)
+        self._wire = Wire(communicator)
         self._thread.start()
         atexit.register(self.close)  # before MPI_Finalize
 

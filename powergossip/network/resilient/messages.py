@@ -6,7 +6,6 @@ process that has ended is noticed; without it, MPI ends the job.
 
 import struct
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,50 +78,30 @@ class _Incoming:
 
 
 class Wire:
-    """Messages to and from the processes of a communicator, and of further ones.
-
-    A process has one index for the whole run: its rank in the first communicator, or the index
-    given when it was added.
+    """Messages to and from the processes of a communicator. All of them construct it.
 
     Args:
-        own: Index of this process.
         longest: Largest number of bytes of one MPI message.
 
     Attributes:
+        own: Rank of this process.
         ended: Processes that MPI reports as ended.
         lost: The ended processes, and those that were given to `remove`.
     """
 
-    def __init__(
-        self, communicator: Any, own: int, ranks: Mapping[int, int], longest: int = LONGEST
-    ):
-        """`ranks` maps indices of processes to ranks. All processes of the communicator call it."""
+    def __init__(self, communicator: Any, longest: int = LONGEST):
         from mpi4py import MPI
 
         assert longest > _HEADER.size
         self._mpi = MPI
-        self.own, self.longest = own, longest
+        self.own, self.longest = communicator.rank, longest
         self.lost: set[int] = set()
         self.ended: set[int] = set()
-        self._communicators: list[tuple[Any, dict[int, int]]] = []  # and rank → process
-        self._places: dict[int, tuple[Any, int]] = {}  # process → communicator, rank
-        self._sends: dict[int, deque[tuple[Any, np.ndarray]]] = {}
-        self._incoming: dict[int, _Incoming] = {}
-        self.add(communicator, ranks)
-
-    def add(self, communicator: Any, ranks: Mapping[int, int]) -> None:
-        """Also exchange messages with these processes. All processes of the communicator call it.
-
-        Those that are known already keep the communicator that they have.
-        """
-        own = communicator.Dup()
-        own.Set_errhandler(self._mpi.ERRORS_RETURN)
-        self._communicators.append((own, {rank: process for process, rank in ranks.items()}))
-        for process, rank in ranks.items():
-            if process != self.own and process not in self._places:
-                self._places[process] = own, rank
-                self._sends[process] = deque()
-                self._incoming[process] = _Incoming()
+        self._communicator = communicator.Dup()
+        self._communicator.Set_errhandler(MPI.ERRORS_RETURN)
+        others = [process for process in range(communicator.size) if process != self.own]
+        self._sends: dict[int, deque[tuple[Any, np.ndarray]]] = {p: deque() for p in others}
+        self._incoming = {process: _Incoming() for process in others}
 
     @property
     def pending(self) -> int:
@@ -139,11 +118,10 @@ class Wire:
         memory = np.empty(_HEADER.size + body.numel(), dtype=np.uint8)
         _HEADER.pack_into(memory.data, 0, kind, i, j, k, body.numel())
         memory[_HEADER.size :] = body.numpy()
-        communicator, rank = self._places[process]
         for start in range(0, memory.nbytes, self.longest):
             part = memory[start : start + self.longest]
             try:
-                request = communicator.Isend([part, self._mpi.BYTE], rank, _TAG)
+                request = self._communicator.Isend([part, self._mpi.BYTE], process, _TAG)
             except self._mpi.Exception as error:
                 self._lose(process, error)
                 return
@@ -151,8 +129,7 @@ class Wire:
 
     def receive(self) -> list[Envelope]:
         """Advance all messages. Returns those that have arrived, by process in order of sending."""
-        for communicator, processes in self._communicators:
-            self._probe(communicator, processes)
+        self._probe()
         self._finish_sends()
         arrived: list[Envelope] = []
         for process, incoming in self._incoming.items():
@@ -160,20 +137,20 @@ class Wire:
                 self._take(process, arrived)
         return [message for message in arrived if message.source not in self.lost]
 
-    def _probe(self, communicator: Any, processes: dict[int, int]) -> None:
+    def _probe(self) -> None:
         """Start to receive all messages that wait."""
         status = self._mpi.Status()
         while True:
             try:
-                message = communicator.Improbe(self._mpi.ANY_SOURCE, _TAG, status)
+                message = self._communicator.Improbe(self._mpi.ANY_SOURCE, _TAG, status)
             except self._mpi.Exception as error:
                 check_loss(error)
-                self._find_lost(communicator, processes)
+                self._find_lost()
                 continue
             if message is None:
                 return
             memory = np.empty(status.Get_count(self._mpi.BYTE), dtype=np.uint8)
-            process = processes[status.Get_source()]
+            process = status.Get_source()
             try:
                 request = message.Irecv([memory, self._mpi.BYTE])
             except self._mpi.Exception as error:
@@ -181,12 +158,12 @@ class Wire:
                 continue
             self._incoming[process].parts.append((request, memory))
 
-    def _find_lost(self, communicator: Any, processes: dict[int, int]) -> None:
+    def _find_lost(self) -> None:
         """Ask MPI for the ended processes. Operations for any source then succeed again."""
-        communicator.Ack_failed()
-        failed, everyone = communicator.Get_failed(), communicator.Get_group()
-        for rank in self._mpi.Group.Translate_ranks(failed, None, everyone):
-            self._end(processes[rank])
+        self._communicator.Ack_failed()
+        failed, everyone = self._communicator.Get_failed(), self._communicator.Get_group()
+        for process in self._mpi.Group.Translate_ranks(failed, None, everyone):
+            self._end(process)
         failed.Free()
         everyone.Free()
 

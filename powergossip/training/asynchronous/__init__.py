@@ -1,35 +1,45 @@
-"""Training by exchanges of edges: messages may be late, and workers lost, joined or replaced.
+"""Training by exchanges of edges: messages may be late, and workers may be lost.
 
 Modules::
 
-    execution.py            OnVirtualClock, AcrossProcesses
-    workers.py              the workers of a process: models, learning rules, gradients, state
-    edge_options.py         accepted configurations
-    replacement_process.py  a process that replaces a lost one; messages between workers
-    rows.py                 rows whose writer may be lost
-    replacements.py         replacement of lost processes in a running job
-    resuming.py             resuming with lost or other workers
+    execution.py     OnVirtualClock, AcrossProcesses
+    workers.py       the workers of a process: models, learning rules, gradients, state
+    edge_options.py  accepted configurations
+    rows.py          rows whose writer may be lost
+    resuming.py      resuming with lost or other workers
 """
 
 from pathlib import Path
+from typing import Any
 
+from powergossip import ulfm
 from powergossip.events import event_log, scenario
 from powergossip.events.replay import Replay
 from powergossip.events.virtual_clock import VirtualClock
 from powergossip.events.wall_clock import WallClock
+from powergossip.network import Processes, hosted_workers
 from powergossip.network.resilient.links import Links
 from powergossip.training.asynchronous.execution import AcrossProcesses, OnVirtualClock, lines_of
 from powergossip.training.asynchronous.workers import EdgeWorkers
+from powergossip.training.config import Settings
 from powergossip.training.execution import Computation
 from powergossip.training.methods import averaging_options
 
 
-def make(run: Computation, links: Links | None, joins: bool) -> OnVirtualClock | AcrossProcesses:
-    """The execution of a configuration by edges: across processes where there are links.
+def make_links(c: Settings, processes: Processes) -> Links:
+    """The links of a run. All processes call it."""
+    hosted = hosted_workers(c.n_workers, processes.size)
+    homes = [worker // hosted for worker in range(c.n_workers)]
+    communicator: Any = getattr(processes, "communicator")  # noqa: B009 of MPI, as checked
+    timeout = c.worker_timeout if ulfm.enabled() else float("inf")
+    links = Links(communicator, homes, timeout)
+    if c.survives:
+        links.end_alone()
+    return links
 
-    Args:
-        joins: Whether this process replaces a lost one.
-    """
+
+def make(run: Computation, links: Links | None) -> OnVirtualClock | AcrossProcesses:
+    """The execution of a configuration by edges: across processes where there are links."""
     c, counter = run.config, run.network.counter
     workers = EdgeWorkers(run, averaging_options(c, run.network.topology, run.parameters.layout))
     if links is not None:
@@ -37,7 +47,7 @@ def make(run: Computation, links: Links | None, joins: bool) -> OnVirtualClock |
         wall = WallClock(
             links, workers.make, workers.compute, together, c.survives, run.clock, counter
         )
-        return AcrossProcesses(run, links, workers, wall, joins)
+        return AcrossProcesses(run, links, workers, wall)
     drawn = scenario.read(c.scenario or {}, c.n_workers, c.seed)
     models = [run.parameters.x, run.parameters.buffers]
     virtual: VirtualClock | Replay

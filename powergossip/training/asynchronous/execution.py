@@ -14,7 +14,6 @@ from powergossip.events.wall_clock import WallClock
 from powergossip.network import Network
 from powergossip.network.resilient.links import Links
 from powergossip.runs.signals import Signals
-from powergossip.training.asynchronous.replacements import Replacements
 from powergossip.training.asynchronous.rows import SharedRows
 from powergossip.training.asynchronous.workers import EdgeWorkers, as_bytes, from_bytes
 from powergossip.training.execution import Computation, Execution, added
@@ -49,12 +48,11 @@ class OnVirtualClock(Execution):
     def seconds(self) -> float:
         return self.clock.now
 
-    def begin(self, folder: Path) -> Position | None:
+    def begin(self, folder: Path) -> None:
         if self.run.config.record_order:
             self._file = folder / ORDER
             self._file.unlink(missing_ok=True)
             event_log.write(self._file, lines_of(self.run))
-        return None
 
     def epoch(self, position: Position, signals: Signals) -> Iterator[Moment]:
         epoch, first, sums = position
@@ -114,55 +112,31 @@ class AcrossProcesses(Execution):
         links: Links for messages between workers.
         workers: Workers of this process.
         clock: Clock that lets them live.
-        joins: Whether this process replaces a lost one.
     """
 
-    def __init__(
-        self,
-        run: Computation,
-        links: Links,
-        workers: EdgeWorkers,
-        clock: WallClock,
-        joins: bool,
-    ):
+    def __init__(self, run: Computation, links: Links, workers: EdgeWorkers, clock: WallClock):
         super().__init__(AliveWorkers(run.network, run.parameters, lambda: clock.everybody))
         self.links, self.workers, self.clock, self.run = links, workers, clock, run
         self.parts = {"events": self}
-        self._joins = joins
         self._folder: Path | None = None  # of the run, once it has begun
-        self._replacements: Replacements | None = None
 
     @property
     def missing(self) -> list[int]:
         return self.links.missing
 
     def rows(self, hooks: Hooks, network: Network) -> Rows:
-        return SharedRows(hooks, network, self.seconds, self._joins)
+        return SharedRows(hooks, network, self.seconds)
 
     # --- Start and end ---
 
-    def begin(self, folder: Path) -> Position | None:
+    def begin(self, folder: Path) -> None:
         self._folder = folder
         if self.run.config.record_order:
             (folder / ORDER).unlink(missing_ok=True)
             own = self.clock.order_file = folder / _order_of(self.links.process)
             own.unlink(missing_ok=True)
-            if not self._joins:
-                views = [event_log.Entry(0.0, "views", -1, -1, -1)]  # messages carry them
-                event_log.write(own, lines_of(self.run) + views * self.clock.survives)
-        if self.run.config.replaces:
-            run = self.run.config.as_dict(), str(folder), self.run.facts
-            self._replacements = Replacements(
-                self.links, self.workers, self.clock, run, self.seconds
-            )
-        return self._join() if self._joins else None
-
-    def _join(self) -> Position:
-        """Join the others as a new process."""
-        assert self._replacements is not None
-        moment = self._replacements.join()
-        self.step, self.watch.before = moment.step, moment.seconds
-        return Position(moment.epoch, moment.step - moment.epoch * self.workers.steps_per_epoch)
+            views = [event_log.Entry(0.0, "views", -1, -1, -1)]  # messages carry them
+            event_log.write(own, lines_of(self.run) + views * self.clock.survives)
 
     def end(self, last: Callable[[], None]) -> None:
         """The first process that is left calls it. If that is lost meanwhile, the next one does."""
@@ -181,7 +155,8 @@ class AcrossProcesses(Execution):
             return
         assert self._folder is not None
         file = self._folder / ORDER
-        files = [self._folder / _order_of(process) for process in range(self.links.n_ever)]
+        everybody = sorted(set(self.links.homes.values()))
+        files = [self._folder / _order_of(process) for process in everybody]
         if not file.exists():  # or else by a process that was lost
             parts = [event_log.read(part) for part in files if part.exists()]
             lost = set(self.links.homes) - set(self.clock.everybody)
@@ -201,28 +176,17 @@ class AcrossProcesses(Execution):
         step, complete = first, False
 
         def asked() -> bool:
-            received = signals.received is not None or self.run.agreement.has_noted
-            return received or (self._replacements is not None and self._replacements.wanted)
+            return signals.received is not None or self.run.agreement.has_noted
 
         while not complete:
-            facts, notes = self._replace(epoch, step)
             with self.run.clock("averaging"):
                 complete = self.clock.run(end, asked)
             taken = self.links.group.gather(self._steps_between(first, end))
             self.step = step = end if complete else first + min(taken)
             self.run.agreement.note_norms(self.view.workers, self.view.x, step, epoch + 1)
             number = self.run.agreement.agree(signals.received)
-            yield Moment(Position(epoch, step - first), number, facts, notes)
+            yield Moment(Position(epoch, step - first), number)
         yield Moment(Position(epoch, per_epoch, self.workers.take_sums()))
-
-    def _replace(self, epoch: int, step: int) -> tuple[dict[str, Any], tuple[str, ...]]:
-        """Replace lost processes. Returns facts and sentences about those that have joined."""
-        if self._replacements is None or self._joins:
-            self._joins = False  # it has just joined, with all others
-            return {}, ()
-        with self.run.clock("replacements"):
-            notes = self._replacements.replace(epoch, step)
-        return ({"replaced": list(self._replacements.replaced)} if notes else {}), tuple(notes)
 
     def _steps_between(self, first: int, end: int) -> int:
         """The steps of this process' workers after `first`, on average, fewer than to the end."""

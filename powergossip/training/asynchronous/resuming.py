@@ -2,9 +2,9 @@
 
 For exchanges by edges between processes. The workers in the checkpoint keep their models and their
 local optimizers. With the same number of workers as at the start of the run they also keep their
-indices, and a replacement takes the place of each lost one. Otherwise they are numbered anew. New
+indices, and a new worker takes the place of each lost one. Otherwise they are numbered anew. New
 workers begin with the mean of all models. If workers leave, the others are shifted as in
-powergossip.training.resizing. Edges begin anew, as those of replacements do.
+powergossip.training.resizing. Edges begin anew.
 """
 
 from collections.abc import Mapping

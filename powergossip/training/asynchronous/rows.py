@@ -14,14 +14,11 @@ class SharedRows(Rows):
 
     It has the rows of the last epochs, of which some may not have been written. Bits and messages
     are then those of its own first worker.
-
-    Args:
-        joins: Whether this process will join others.
     """
 
-    def __init__(self, hooks: Hooks, network: Network, seconds: Callable[[], float], joins: bool):
+    def __init__(self, hooks: Hooks, network: Network, seconds: Callable[[], float]):
         super().__init__(hooks, network, seconds)
-        self._writes = self.are_written and not joins
+        self._writes = self.are_written
         self._latest: dict[int, list[Row]] = {}  # by epoch
 
     def __call__(self, name: str, value: float, epoch: int, **tags: Any) -> None:

@@ -1,7 +1,7 @@
 """The workers of this process, whose exchanges with their neighbors may be late."""
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,7 +11,6 @@ from powergossip.algorithms import learning
 from powergossip.events import averaging
 from powergossip.events.members import Members, View, dead
 from powergossip.events.worker import Policy, Worker
-from powergossip.network.resilient.messages import octets
 from powergossip.parameters import Layout, Parameters
 from powergossip.training.asynchronous.edge_options import (
     acceleration_of,
@@ -135,18 +134,6 @@ class EdgeWorkers:
             for name, values in self._last.items()
         }
 
-    def means(self) -> dict[str, float]:
-        """The means of metrics so far, over the steps of all workers."""
-        found = {name: float(values.mean()) for name, values in self._last.items()}
-        for name, pairs in self._sums.items():
-            found[name] = sum(total for total, _ in pairs) / sum(count for _, count in pairs)
-        return found
-
-    def begin_with(self, means: Mapping[str, float]) -> None:
-        """Metrics of workers that end an epoch without a step."""
-        n = len(self.rows)
-        self._last = {k: torch.full((n,), v, dtype=torch.float64) for k, v in means.items()}
-
     @property
     def sums(self) -> dict[str, list[list[float]]]:
         """Name → [worker] → sum and count of the metrics since `take_sums`."""
@@ -162,22 +149,6 @@ class EdgeWorkers:
     ) -> None:
         """Restore the values of `sums` and `last`."""
         self._sums, self._last = sums, self._last if last is None else last
-
-    # --- Models, for replacements ---
-
-    def of(self, worker: int) -> Tensor:
-        """A worker's model, for a message: parameters and buffers as bytes."""
-        row, p = self.rows[worker], self._parameters
-        return torch.cat([octets(p.x[row]), octets(p.buffers[row])])
-
-    def begin(self, worker: int, received: Sequence[Tensor]) -> None:
-        """Let a worker begin with the mean of models, as `of` returns them."""
-        row, start = self.rows[worker], 0
-        for own in (self._parameters.x[row], self._parameters.buffers[row]):
-            end = start + own.numel() * own.element_size()
-            values = [data[start:end].clone().view(own.dtype) for data in received]
-            own.copy_(torch.stack(values).mean(0))
-            start = end
 
     # --- State ---
 
