@@ -67,32 +67,26 @@ Options = dict[str, Option]
 
 def methods() -> dict[str, Options]:
     """Return title → key → option, of all methods and compressors."""
-    found = {title: _keys(title.partition("=")[2], own) for title, own in rows().items()}
-    choices = ", ".join(names("powergossip.compressors").COMPRESSORS)
-    for own in found.values():
-        if option := own.get(f"{PREFIX}compressor"):
-            own[f"{PREFIX}compressor"] = option._replace(text=f"{option.text}: {choices}")
-    return found
-
-
-def rows() -> dict[str, Options]:
-    """Return title → option, of the rows of methods and compressors, with their own names."""
     aggregation = names("powergossip.algorithms.aggregation")
-    of_rule = names("powergossip.algorithms.learning").CentralizedSGD.options()
     config = aggregation.ErrorFeedbackConfig.options()
-    methods = names("powergossip.algorithms.registry").AVERAGING | aggregation.AGGREGATIONS
-    methods |= dict.fromkeys(HOOKS, names("powergossip.algorithms.torch_powersgd").DDPHook)
+    of_rule = names("powergossip.algorithms.learning").CentralizedSGD.options()
+    compressors = names("powergossip.compressors").COMPRESSORS
+    rows = names("powergossip.algorithms.registry").AVERAGING | aggregation.AGGREGATIONS
+    rows |= dict.fromkeys(HOOKS, names("powergossip.algorithms.torch_powersgd").DDPHook)
     found = {}
-    for name, row in methods.items():
+    for name, row in rows.items():
         own = row.options() if isinstance(row, Definition) else {}
         if name in aggregation.AGGREGATIONS.keys() - aggregation.OF_LOCAL_STEPS:
             own = {option: own[option] for option in own if option not in OF_RULE}
             own |= {option: of_rule[option] for option in OF_RULE}
         if name == "ef-sgd":
             own = {o: own[o]._replace(text=own[o].text or config[o].text) for o in own}
-        found[f"optimizer={name}"] = own
-    for name, row in names("powergossip.compressors").COMPRESSORS.items():
-        found[f"{PREFIX}compressor={name}"] = row.options()
+        if "compressor" in own:
+            text = f"{own['compressor'].text.rstrip('.')}: {', '.join(compressors)}"
+            own["compressor"] = own["compressor"]._replace(text=text)
+        found[f"optimizer={name}"] = _keys(name, own)
+    for name, row in compressors.items():
+        found[f"{PREFIX}compressor={name}"] = _keys("", row.options())
     return found
 
 
