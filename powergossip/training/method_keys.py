@@ -10,7 +10,8 @@ import json
 import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, reduce
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property, reduce
 from operator import or_
 from pathlib import Path
 from types import NoneType
@@ -68,14 +69,14 @@ Options = dict[str, Option]
 def methods() -> dict[str, Options]:
     """Return title → key → option, of all methods and compressors."""
     aggregation = names("powergossip.algorithms.aggregation")
-    config = aggregation.ErrorFeedbackConfig.options()
-    of_rule = names("powergossip.algorithms.learning").CentralizedSGD.options()
+    config = aggregation.ErrorFeedbackConfig.options
+    of_rule = names("powergossip.algorithms.learning").CentralizedSGD.options
     compressors = names("powergossip.compressors").COMPRESSORS
     rows = names("powergossip.algorithms.registry").AVERAGING | aggregation.AGGREGATIONS
     rows |= dict.fromkeys(HOOKS, names("powergossip.algorithms.torch_powersgd").DDPHook)
     found = {}
     for name, row in rows.items():
-        own = row.options() if isinstance(row, Definition) else {}
+        own = {**row.options} if isinstance(row, Definition) else {}
         if name in aggregation.AGGREGATIONS.keys() - aggregation.OF_LOCAL_STEPS:
             own = {option: own[option] for option in own if option not in OF_RULE}
             own |= {option: of_rule[option] for option in OF_RULE}
@@ -86,7 +87,7 @@ def methods() -> dict[str, Options]:
             own["compressor"] = own["compressor"]._replace(text=text)
         found[f"optimizer={name}"] = _keys(name, own)
     for name, row in compressors.items():
-        found[f"{PREFIX}compressor={name}"] = _keys("", row.options())
+        found[f"{PREFIX}compressor={name}"] = _keys("", row.options)
     return found
 
 
@@ -192,33 +193,37 @@ class Names(dict[str, Any]):
 
     def value(self, expression: Any) -> Any:
         """The value of an expression in the module."""
+        if isinstance(expression, ast.Constant):
+            return expression.value
         return eval(compile(ast.Expression(expression), "", "eval"), {}, self)
 
 
 names = cache(Names)
 
 
-class Definition(NamedTuple):
+@dataclass(eq=False)
+class Definition:
     """A function, class or dataclass in the source of a module."""
 
     home: Names
     text: str
-    given: Mapping[str, Any] = {}
+    given: Mapping[str, Any] = field(default_factory=dict)
 
     def __call__(self, *parts: "Definition", **given: Any) -> "Definition":
         """Return a row that a function builds. It has the options of the last argument."""
-        return parts[-1]._replace(given=given)
+        return replace(parts[-1], given=given)
 
+    @cached_property
     def options(self) -> Options:
-        """Return the parameters with a default, or fields, by name, and the inherited ones."""
-        # To parse the other methods of a class takes more time than all the rest.
-        head, *methods = re.split(r"\n(?=    (?:def |@))", self.text)
-        init = [method for method in methods if method.startswith("    def __init__(")]
-        node: Any = ast.parse("\n".join([head, *init])).body[0]
+        """The parameters with a default, or the fields, by name, and the inherited ones."""
+        # To parse the bodies of a class takes more time than all the rest.
+        head = re.split(r"\n    (?:def |@)", self.text, maxsplit=1)[0]
+        init = re.search(r"\n    def __init__\(.*?\)(?: -> None)?:\n", self.text, re.DOTALL)
+        node: Any = ast.parse(f"{head}{init[0]}        ..." if init else head).body[0]
         found: Options = {}
         for base in reversed(getattr(node, "bases", [])):
             kind = self.home.value(base)
-            found |= kind.options() if isinstance(kind, Definition) else {}
+            found |= kind.options if isinstance(kind, Definition) else {}
         texts = {name: option.text for name, option in found.items()}
         texts |= described(ast.get_docstring(node) or "")
         function = node.body[-1] if init else node

@@ -393,7 +393,7 @@ def test_options_in_the_sources_of_rows_are_those_of_the_imported_rows(
     imported, sources = vars(importlib.import_module(module))[name], method_keys.names(module)[name]
     assert [*imported] == [*sources]
     for key, row in imported.items():
-        found = sources[key].options() if isinstance(sources[key], method_keys.Definition) else {}
+        found = sources[key].options if isinstance(sources[key], method_keys.Definition) else {}
         texts: dict[str, str] = {}
         for described in reversed(inspect.getmro(row)) if inspect.isclass(row) else (row,):
             texts |= method_keys.described(inspect.getdoc(described) or "")
