@@ -34,7 +34,7 @@ from omegaconf import DictConfig
 from powergossip.errors import BadInput, Diverged
 from powergossip.runs import configuration
 from powergossip.training.config import Config
-from powergossip.training.task_defaults import TASK_DEFAULTS
+from powergossip.training.method_keys import task_defaults
 
 __all__ = [
     "BadInput",
@@ -89,10 +89,9 @@ def main(arguments: list[str] | None = None) -> Path:
     restored.
     """
     description = (__doc__ or "").split("\n\n")[0]
-    notes = f"defaults of each task:\n{TASK_DEFAULTS.rstrip()}"
     given = {"log_metric": log_metric, "log_info": log_info, "log_runtime": log_runtime}
     request = configuration.request(
-        config, Config, arguments, output_dir, description, notes, given
+        config, Config, arguments, output_dir, description, task_defaults, given
     )
 
     with configuration.imports():

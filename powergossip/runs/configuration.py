@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from powergossip.network import Processes
 
 OPTION = "optimizer_"  # of keys of options of methods
+Notes = Callable[[], str]
 # Keys of a process or its host. All others have one value in a run.
 OF_PROCESS = {"data_dir", "data_processes", "device", "download", "log_verbosity", "rank"}
 
@@ -100,7 +101,7 @@ class _Assignment:
 
 
 def read_command_line(
-    config: DictConfig, arguments: Sequence[str], description: str, notes: str = ""
+    config: DictConfig, arguments: Sequence[str], description: str, notes: Notes = str
 ) -> CommandLine:
     """Change `config` as specified on the command line. Return the output folder and given keys.
 
@@ -109,7 +110,7 @@ def read_command_line(
     Where the configuration has a key `resume` or `evaluate_only` that is true afterwards, keys that
     are not given keep the values of the run in the output folder, from its config.yaml.
 
-    `--help` prints the keys with their defaults, then `notes`, and exits.
+    `--help` prints the keys with their defaults, then the text of `notes`, and exits.
 
     Raises:
         BadInput: For an unknown key, a value of the wrong type, a file that is missing, empty, not
@@ -258,7 +259,7 @@ def request(
     arguments: Sequence[str] | None,
     output_dir: Any,
     description: str,
-    notes: str = "",
+    notes: Notes = str,
     hooks: Mapping[str, Any] | None = None,
 ) -> Request:
     """Read a driver's `config` and `output_dir`, and the arguments of a command line, if any.
@@ -311,7 +312,7 @@ def _defaults(kind: type[Any]) -> Mapping[Any, Any]:
 
 
 def _parse(
-    config: DictConfig, arguments: Sequence[str], description: str, notes: str
+    config: DictConfig, arguments: Sequence[str], description: str, notes: Notes
 ) -> argparse.Namespace:
     """Options and assignments of a command line, as text. Raises BadInput; exits after --help."""
     parser = argparse.ArgumentParser(
@@ -337,7 +338,7 @@ def _parse(
         )
     if options.help:
         keys = f"keys and their defaults:\n{describe(config)}"
-        parser.epilog = "\n\n".join(filter(None, (keys, notes)))
+        parser.epilog = "\n\n".join(filter(None, (keys, notes())))
         if exits.is_first():
             parser.print_help()
         sys.exit(0)

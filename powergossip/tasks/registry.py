@@ -44,6 +44,7 @@ GENERAL_DEFAULTS: Mapping[str, Any] = {
     "gradient_clipping": None,
 }
 DEFAULTS: dict[str, Mapping[str, Any]] = {
+    "Digits": {},
     "FashionMNIST": fashion_mnist.DEFAULTS,
     "Cifar": cifar.DEFAULTS,
     "Cifar100": cifar.DEFAULTS,

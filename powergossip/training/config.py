@@ -1,10 +1,11 @@
 """The configuration keys of train.py: as asked for, and as a run has them."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, make_dataclass
 from typing import Any
 
-from powergossip.training.method_keys import PREFIX, MethodKeys
+from powergossip.training import method_keys
+from powergossip.training.method_keys import PREFIX
 
 
 @dataclass
@@ -149,9 +150,14 @@ class RunKeys:
     all_reduce: str = "own"  # own: the same bits with any backend, native: the library's
 
 
-@dataclass
-class Config(MethodKeys, RunKeys):
-    """All configuration keys, as a driver or a command line sets them."""
+_METHODS = method_keys.methods()
+# All configuration keys, as a driver or a command line sets them. null: the method's default.
+Config: type[RunKeys] = make_dataclass(
+    "Config",
+    [(key, kind, None) for key, kind in method_keys.types(_METHODS).items()],
+    bases=(RunKeys,),
+    namespace={"__module__": __name__, "groups": method_keys.groups(_METHODS)},
+)
 
 
 @dataclass

@@ -5,7 +5,6 @@ powergossip.options), so a new option needs no line here. null stands for the de
 """
 
 import inspect
-import json
 import math
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -24,37 +23,16 @@ from powergossip.runs.configuration import plain
 from powergossip.training import muon
 from powergossip.training.config import Settings
 from powergossip.training.local_optimizers import LOCAL_OPTIMIZERS
-from powergossip.training.method_keys import PREFIX
+from powergossip.training.method_keys import (
+    ALIASES,
+    DEFAULTS,
+    OF_RULE,
+    OWN_KEYS,
+    PREFIX,
+    as_written,
+)
 from powergossip.training.precision import PRECISIONS
 
-# Options that a method calls by another name than the key: the published names of its class.
-ALIASES: dict[str, dict[str, str]] = {
-    "powersgd": {
-        "num_iterations": "num_iters_per_step",
-        "start_compressing_after": "start_compressing_after_num_steps",
-    },
-    "dgc": {
-        "keep_ratio": "compress_ratio",
-        "max_adaptation_iterations": "max_adaptation_iters",
-        "warmup_ratios": "warmup_coeff",
-    },
-}
-# Defaults of train.py that differ from those of the method's constructor, by key.
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "power-gossip": {"num_iterations": 2},
-    # Both factors in each step, and compression from the first one on: the method of the paper.
-    "powersgd": {"num_iterations": 2, "start_compressing_after": 0},
-    "dgc": {"keep_ratio": 0.01, "compress_upper_bound": 1.0, "int32_indices": True},
-    **{name: {"start_iteration": torch_powersgd.AUTO} for name in torch_powersgd.HOOKS},
-}
-# Options that have a key of their own, without the prefix. See shared_keys.
-OWN_KEYS = {
-    "seed": "seed",
-    "momentum": "momentum",
-    "nesterov": "nesterov",
-    "clip": "gradient_clipping",
-    "weight_decay": "weight_decay",
-}
 # Options of learning rules that have a key of their own. All others are in learning_options.
 LEARNING_KEYS = {
     *OWN_KEYS,
@@ -66,8 +44,6 @@ LEARNING_KEYS = {
 }
 # The values that stand for the task's default, where they are not null.
 BLANKS = {"gradient_clipping": "auto"}
-# Options of learning.CentralizedSGD, which makes a learning rule of an aggregation of gradients.
-OF_RULE = {"num_batches_per_step": 1}
 
 PLACEMENTS = ("given", "mixed")  # of shards on the graph
 ON_WORKER_LOSS = ("end", "continue")
@@ -166,11 +142,6 @@ def _check_ignored(c: Settings, explicit: Collection[str], warn: bool) -> None:
             )
         if is_set and key != "reshuffle_data" and warn:
             warnings.warn(f"ignored, since task={c.task} has no such option: {key}", stacklevel=3)
-
-
-def as_written(value: Any) -> str:
-    """A value as it is written on the command line, without spaces."""
-    return json.dumps(value, separators=(",", ":")).strip('"')
 
 
 def _check_values(c: Settings, given: Mapping[str, Any]) -> None:

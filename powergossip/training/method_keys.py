@@ -1,392 +1,254 @@
-"""The keys of methods' options. Derived from their rows: see derive_keys.py.
+"""The keys optimizer_X of train.py, for the option X of a method, and the defaults of tasks.
 
-No import of a method is needed to show them.
+They are read in the sources of the registries and their rows: types and defaults in parameters or
+the fields of a dataclass (see powergossip.options), meanings in the section Args of a docstring.
+An import of the rows would import torch. Tests compare what is read with the imported rows.
 """
 
-from dataclasses import dataclass
-from typing import Any, ClassVar
+import ast
+import json
+import re
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property, reduce
+from operator import or_
+from pathlib import Path
+from types import NoneType
+from typing import Any, NamedTuple, get_args
 
 PREFIX = "optimizer_"
-# Title of methods → key → default in train.py, and meaning
-Groups = dict[str, dict[str, tuple[Any, str]]]
+HOOKS = ("ddp-powersgd", "ddp-batched-powersgd")  # of torch_powersgd, by their names
+# Options that a method calls by another name than the key: the published names of its class.
+ALIASES: dict[str, dict[str, str]] = {
+    "powersgd": {
+        "num_iterations": "num_iters_per_step",
+        "start_compressing_after": "start_compressing_after_num_steps",
+    },
+    "dgc": {
+        "keep_ratio": "compress_ratio",
+        "max_adaptation_iterations": "max_adaptation_iters",
+        "warmup_ratios": "warmup_coeff",
+    },
+}
+# Defaults of train.py that differ from those of the method's constructor, by key.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "power-gossip": {"num_iterations": 2},
+    # Both factors in each step, and compression from the first one on: the method of the paper.
+    "powersgd": {"num_iterations": 2, "start_compressing_after": 0},
+    "dgc": {"keep_ratio": 0.01, "compress_upper_bound": 1.0, "int32_indices": True},
+    **{name: {"start_iteration": "auto"} for name in HOOKS},
+}
+# Options that have a key of their own, without the prefix. See config_checks.shared_keys.
+OWN_KEYS = {
+    "seed": "seed",
+    "momentum": "momentum",
+    "nesterov": "nesterov",
+    "clip": "gradient_clipping",
+    "weight_decay": "weight_decay",
+}
+# Options of learning.CentralizedSGD, which makes a learning rule of an aggregation of gradients.
+OF_RULE = {"num_batches_per_step": 1}
+
+_PACKAGE = Path(__file__).parents[1]
+_OF_COMPRESSOR = {"choco": {"copy_rate": 1.0}}  # defaults that follow from the default compressor
+_OTHERS = {"Callable": Callable, "Sequence": Sequence}
 
 
-@dataclass
-class MethodKeys:
-    """Keys optimizer_X, for the option X of a method. null: the default of the method."""
+class Option(NamedTuple):
+    """The types, the default and the meaning of an option or a key."""
 
-    # Derived
-    optimizer_diffusion_rate: float | int | str | None = None
-    optimizer_rank: int | None = None
-    optimizer_num_iterations: int | None = None
-    optimizer_warm_start: bool | None = None
-    optimizer_round_weights: bool | None = None
-    optimizer_compressor: str | None = None
-    optimizer_copy_rate: float | None = None
-    optimizer_theta: float | None = None
-    optimizer_running_sums: bool | None = None
-    optimizer_keep_ratio: float | None = None
-    optimizer_min_compression_rate: float | None = None
-    optimizer_start_compressing_after: int | None = None
-    optimizer_error_feedback: bool | None = None
-    optimizer_num_batches_per_step: int | None = None
-    optimizer_sample_ratio: float | None = None
-    optimizer_strided_sample: bool | None = None
-    optimizer_compress_upper_bound: float | None = None
-    optimizer_compress_lower_bound: float | None = None
-    optimizer_max_adaptation_iterations: int | None = None
-    optimizer_resample: bool | None = None
-    optimizer_momentum_masking: bool | None = None
-    optimizer_clip_by: str | None = None
-    optimizer_warmup_epochs: int | None = None
-    optimizer_warmup_ratios: Any = None
-    optimizer_fp16_values: bool | None = None
-    optimizer_int32_indices: bool | None = None
-    optimizer_momentum_before_compression: bool | None = None
-    optimizer_rescale_error: bool | None = None
-    optimizer_per_tensor: bool | None = None
-    optimizer_outer_rate: float | None = None
-    optimizer_error_decay: float | None = None
-    optimizer_mean_over: str | None = None
-    optimizer_kept: int | None = None
-    optimizer_chunk: int | None = None
-    optimizer_bits: int | None = None
-    optimizer_start_iteration: int | str | None = None
-    optimizer_orthogonalization_epsilon: float | None = None
-    optimizer_batch_tensors_with_same_shape: bool | None = None
-    optimizer_compression_stats_logging_frequency: int | None = None
-    optimizer_bucket_cap_mb: float | None = None
-    optimizer_levels: int | None = None
-    optimizer_unbiased: bool | None = None
-    groups: ClassVar[Groups] = {
-        "optimizer=dpsgd": {
-            "optimizer_diffusion_rate": (
-                1.0,
-                'diffusion rate γ, or "auto": the best one on this topology',
-            ),
-        },
-        "optimizer=power-gossip": {
-            "optimizer_diffusion_rate": (
-                1.0,
-                'diffusion rate γ, or "auto": the best one of plain gossip on this topology, 2/(λ_2 + λ_max). Above 2/λ_max there is a warning: V may grow, and at a high rank it does',
-            ),
-            "optimizer_rank": (
-                1,
-                "rank r of the messages, at most the smaller side of a matrix",
-            ),
-            "optimizer_num_iterations": (
-                2,
-                "iterations of power iteration in a step",
-            ),
-            "optimizer_warm_start": (
-                True,
-                "reuse the last step's directions. Otherwise they are resampled",
-            ),
-            "optimizer_round_weights": (
-                False,
-                "round directions to their signs, at rank 1",
-            ),
-        },
-        "optimizer=choco": {
-            "optimizer_diffusion_rate": (
-                None,
-                "diffusion rate γ. By default it follows from the compressor, the tensors and the topology",
-            ),
-            "optimizer_compressor": (
-                "sign-and-norm",
-                "name of the compressor: identity, qsgd, random-block, random-k, rounding, sign-and-norm, svd, top-k",
-            ),
-            "optimizer_copy_rate": (
-                1.0,
-                "rate at which public copies follow the parameters. By default that of the compressor, less than 1 for an unbiased one",
-            ),
-        },
-        "optimizer=deepsqueeze": {
-            "optimizer_diffusion_rate": (
-                None,
-                "diffusion rate γ. By default it follows from the compressor, the tensors and the topology",
-            ),
-            "optimizer_compressor": (
-                "sign-and-norm",
-                "name of the compressor: identity, qsgd, random-block, random-k, rounding, sign-and-norm, svd, top-k",
-            ),
-        },
-        "optimizer=moniqua": {
-            "optimizer_theta": (
-                0.25,
-                "bound θ on the differences between neighbors",
-            ),
-            "optimizer_diffusion_rate": (
-                0.1,
-                "diffusion rate γ",
-            ),
-        },
-        "optimizer=push-sum": {
-            "optimizer_running_sums": (
-                False,
-                "send the sums of all messages so far, so that the next message makes up for a lost one",
-            ),
-        },
-        "optimizer=sparta": {
-            "optimizer_keep_ratio": (
-                0.005,
-                "fraction p of the elements",
-            ),
-            "optimizer_diffusion_rate": (
-                1.0,
-                "diffusion rate γ",
-            ),
-        },
-        "optimizer=powersgd": {
-            "optimizer_rank": (
-                1,
-                "rank of the approximation in each half-iteration, at most the smaller side of a matrix",
-            ),
-            "optimizer_min_compression_rate": (
-                2.0,
-                "tensors that would be compressed by this factor or less are all-reduced whole",
-            ),
-            "optimizer_num_iterations": (
-                2,
-                "half-iterations of power iteration in a step",
-            ),
-            "optimizer_start_compressing_after": (
-                0,
-                "steps of plain all-reduce at the beginning",
-            ),
-            "optimizer_warm_start": (
-                True,
-                "begin a step with the last factors of the step before. Otherwise the first directions are resampled",
-            ),
-            "optimizer_error_feedback": (
-                True,
-                "add a worker's error to its next gradient. Otherwise it is lost",
-            ),
-            "optimizer_num_batches_per_step": (
-                1,
-                "batches whose mean gradient g_i is compressed. Nothing is sent in between",
-            ),
-        },
-        "optimizer=dgc": {
-            "optimizer_keep_ratio": (
-                0.01,
-                "fraction of each tensor's elements that is sent after the warm-up. A ratio r above 1 stands for the fraction 1/r",
-            ),
-            "optimizer_sample_ratio": (
-                0.01,
-                "fraction of a tensor that is sampled for the threshold, at least",
-            ),
-            "optimizer_strided_sample": (
-                True,
-                "sample at equal distances from a random start. Otherwise uniformly",
-            ),
-            "optimizer_compress_upper_bound": (
-                1.0,
-                "where more elements than this times the target exceed the threshold, the largest are sent. Otherwise the first in memory; 1: the largest always",
-            ),
-            "optimizer_compress_lower_bound": (
-                0.8,
-                "while fewer elements than this times the target exceed the threshold, it is multiplied by this",
-            ),
-            "optimizer_max_adaptation_iterations": (
-                10,
-                "corrections of the threshold, at most",
-            ),
-            "optimizer_resample": (
-                True,
-                "select the largest elements of a surplus. Otherwise the threshold is multiplied by optimizer_compress_upper_bound",
-            ),
-            "optimizer_momentum_masking": (
-                True,
-                "clear the momentum of sent elements",
-            ),
-            "optimizer_clip_by": (
-                "gradient",
-                "kind of clipping at c. gradient: a worker's gradient has a norm of √n · c at most, for n workers. norm, value: each tensor has a norm, or elements, of c at most. global-norm: each tensor is multiplied by c over the root mean square of its norm in all workers, if that is larger. global-value: its elements are limited to that root mean square, without c",
-            ),
-            "optimizer_warmup_epochs": (
-                0,
-                "epochs before optimizer_keep_ratio applies",
-            ),
-            "optimizer_warmup_ratios": (
-                None,
-                "fraction in each of these epochs, or a number c for c, c², c³, … down to optimizer_keep_ratio. By default the fraction falls evenly",
-            ),
-            "optimizer_fp16_values": (
-                False,
-                "send values with 16 bits. Otherwise in the precision of the gradient",
-            ),
-            "optimizer_int32_indices": (
-                True,
-                "send positions with 32 bits. Otherwise with 64",
-            ),
-            "optimizer_num_batches_per_step": (
-                1,
-                "batches whose mean gradient g_i is compressed. Nothing is sent in between",
-            ),
-        },
-        "optimizer=ef-sgd": {
-            "optimizer_compressor": (
-                "sign-and-norm",
-                "name of the compressor: identity, qsgd, random-block, random-k, rounding, sign-and-norm, svd, top-k",
-            ),
-            "optimizer_momentum_before_compression": (
-                False,
-                "compress the momentum of each worker. Otherwise the mean has the momentum of the local optimizer",
-            ),
-            "optimizer_rescale_error": (
-                True,
-                "keep the error in units of the update when the learning rate changes",
-            ),
-            "optimizer_error_feedback": (
-                True,
-                "add a worker's error to its next gradient. Otherwise it is lost",
-            ),
-            "optimizer_min_compression_rate": (
-                1.0,
-                "tensors that would be compressed by this factor or less are all-reduced whole",
-            ),
-            "optimizer_per_tensor": (
-                True,
-                "compress each tensor by itself. Otherwise all are one vector",
-            ),
-            "optimizer_num_batches_per_step": (
-                1,
-                "batches whose mean gradient g_i is compressed. Nothing is sent in between",
-            ),
-        },
-        "optimizer=signsgd": {
-            "optimizer_num_batches_per_step": (
-                1,
-                "batches whose mean gradient g_i is compressed. Nothing is sent in between",
-            ),
-        },
-        "optimizer=sparse-loco": {
-            "optimizer_outer_rate": (
-                1.0,
-                "rate α of the mean displacement",
-            ),
-            "optimizer_error_decay": (
-                0.95,
-                "decay β of the errors",
-            ),
-            "optimizer_mean_over": (
-                "all",
-                "workers in the mean of an element: all, or senders, those with a value for it",
-            ),
-            "optimizer_kept": (
-                64,
-                "largest values of a chunk that are sent",
-            ),
-            "optimizer_chunk": (
-                64,
-                "largest number of rows and of columns of a chunk",
-            ),
-            "optimizer_bits": (
-                2,
-                "bits of a value, 1 to 8, or 32 for floats",
-            ),
-        },
-        "optimizer=demo": {
-            "optimizer_error_decay": (
-                0.999,
-                "decay β of the momenta",
-            ),
-            "optimizer_mean_over": (
-                "all",
-                "workers in the mean of a component: all, or senders, those with a value for it",
-            ),
-            "optimizer_kept": (
-                32,
-                "largest values of a chunk that are sent",
-            ),
-            "optimizer_chunk": (
-                64,
-                "largest number of rows and of columns of a chunk",
-            ),
-            "optimizer_num_batches_per_step": (
-                1,
-                "batches whose mean gradient g_i is compressed. Nothing is sent in between",
-            ),
-        },
-        "optimizer=ddp-powersgd or ddp-batched-powersgd": {
-            "optimizer_rank": (
-                1,
-                "rank of the approximation, at most the smaller side of a matrix. Try 1, 2, 4, … The batched hook is for rank 1 only, where ddp-powersgd is preferable, too",
-            ),
-            "optimizer_start_iteration": (
-                "auto",
-                "first compressed step, and all-reduce before it. auto: after 10 % of the steps planned at the start, and no less than the warm-up or 2. Increase it until the accuracy is right",
-            ),
-            "optimizer_error_feedback": (
-                True,
-                "add a worker's error to its next gradient. Otherwise it is lost",
-            ),
-            "optimizer_warm_start": (
-                True,
-                "reuse the last step's directions. Otherwise they are resampled",
-            ),
-            "optimizer_min_compression_rate": (
-                2.0,
-                "tensors that would be compressed by this factor or less are all-reduced whole",
-            ),
-            "optimizer_orthogonalization_epsilon": (
-                1e-08,
-                "number added to the norm of a direction at rank 1 and 2, and in half precision. At higher ranks PyTorch uses a QR factorization without it. 0, PyTorch's default: a gradient of zeros gives NaN",
-            ),
-            "optimizer_batch_tensors_with_same_shape": (
-                False,
-                "compress all matrices of a shape in a bucket in one product",
-            ),
-            "optimizer_compression_stats_logging_frequency": (
-                10000,
-                "steps between two lines of statistics in PyTorch's log (level INFO)",
-            ),
-            "optimizer_bucket_cap_mb": (
-                None,
-                "size of DDP's buckets in MiB. By default 1 for the first bucket and 25 for others",
-            ),
-        },
-        "optimizer_compressor=qsgd": {
-            "optimizer_levels": (
-                4,
-                "levels s above zero. A message has 4 bits an element with 4 to 7",
-            ),
-            "optimizer_unbiased": (
-                False,
-                "leave out the scaling to a contraction",
-            ),
-        },
-        "optimizer_compressor=random-block or random-k": {
-            "optimizer_keep_ratio": (
-                0.01,
-                "fraction of a matrix' entries that is kept",
-            ),
-            "optimizer_rank": (
-                None,
-                "keep r (m + k) entries of an m × k matrix instead, for the rank r",
-            ),
-        },
-        "optimizer_compressor=rounding": {
-            "optimizer_levels": (
-                4,
-                "levels s above zero. A message has 3 bits an element with 3, 4 bits up to 7",
-            ),
-        },
-        "optimizer_compressor=svd": {
-            "optimizer_rank": (
-                1,
-                "rank r of the approximation, at most the smaller side of a matrix",
-            ),
-        },
-        "optimizer_compressor=top-k": {
-            "optimizer_keep_ratio": (
-                0.01,
-                "fraction of a matrix' entries that is kept",
-            ),
-            "optimizer_rank": (
-                None,
-                "keep r (m + k)/4 entries of an m × k matrix instead, for the rank r",
-            ),
-        },
-    }
+    kinds: set[Any]
+    default: Any
+    text: str
+
+
+Options = dict[str, Option]
+
+
+def methods() -> dict[str, Options]:
+    """Return title → key → option, of all methods and compressors."""
+    aggregation = names("powergossip.algorithms.aggregation")
+    config = aggregation.ErrorFeedbackConfig.options
+    of_rule = names("powergossip.algorithms.learning").CentralizedSGD.options
+    compressors = names("powergossip.compressors").COMPRESSORS
+    rows = names("powergossip.algorithms.registry").AVERAGING | aggregation.AGGREGATIONS
+    rows |= dict.fromkeys(HOOKS, names("powergossip.algorithms.torch_powersgd").DDPHook)
+    found = {}
+    for name, row in rows.items():
+        own = {**row.options} if isinstance(row, Definition) else {}
+        if name in aggregation.AGGREGATIONS.keys() - aggregation.OF_LOCAL_STEPS:
+            own = {option: own[option] for option in own if option not in OF_RULE}
+            own |= {option: of_rule[option] for option in OF_RULE}
+        if name == "ef-sgd":
+            own = {o: own[o]._replace(text=own[o].text or config[o].text) for o in own}
+        if "compressor" in own:
+            text = f"{own['compressor'].text.rstrip('.')}: {', '.join(compressors)}"
+            own["compressor"] = own["compressor"]._replace(text=text)
+        found[f"optimizer={name}"] = _keys(name, own)
+    for name, row in compressors.items():
+        found[f"{PREFIX}compressor={name}"] = _keys("", row.options)
+    return found
+
+
+def _keys(method: str, own: Options) -> Options:
+    """The options by key. Their texts have the names of keys, and begin as comments do."""
+    keys = {option: key for key, option in ALIASES.get(method, {}).items()}
+    found = {keys.get(name, name): option for name, option in own.items() if name not in OWN_KEYS}
+    for key, default in (DEFAULTS.get(method, {}) | _OF_COMPRESSOR.get(method, {})).items():
+        kinds = found[key].kinds | {type(default)}
+        found[key] = found[key]._replace(kinds=kinds, default=default)
+
+    def named(word: re.Match[str]) -> str:
+        key = keys.get(word[0], word[0])
+        return OWN_KEYS.get(key, f"{PREFIX}{key}" if key in found else word[0])
+
+    for key, option in found.items():
+        text = re.sub(r"((\.) See|, see) `[^`]*`\.$|\.$", "", option.text)
+        text = re.sub(r"\b\w+_\w+\b", named, text[:1].lower() + text[1:])
+        found[key] = option._replace(text=text)
+    return {f"{PREFIX}{key}": option for key, option in found.items()}
+
+
+def types(titled: dict[str, Options]) -> dict[str, Any]:
+    """Return key → its type in a configuration: the union of those of all methods, and None.
+
+    Tensors and functions cannot be given.
+    """
+    found: dict[str, set[Any]] = {}
+    for own in titled.values():
+        for key, option in own.items():
+            kinds = {k for k in option.kinds if not str(k).startswith("collections.abc.Callable")}
+            found[key] = found.get(key, {NoneType}) | kinds
+    for kinds in found.values():
+        if {float, str} <= kinds:
+            kinds.add(int)  # OmegaConf converts no int to such a union
+    plain = {bool, float, int, str, NoneType}
+    return {key: reduce(or_, kinds) if kinds <= plain else Any for key, kinds in found.items()}
+
+
+def groups(titled: dict[str, Options]) -> dict[str, dict[str, tuple[Any, str]]]:
+    """Return title → key → default, and meaning. Methods with equal options are one."""
+    found: dict[str, dict[str, tuple[Any, str]]] = {}
+    for title, own in titled.items():
+        entries = {key: (option.default, option.text) for key, option in own.items()}
+        same = next((other for other, given in found.items() if given == entries), None)
+        if same:
+            del found[same]
+        if entries:
+            found[f"{same} or {title.partition('=')[2]}" if same else title] = entries
+    return found
+
+
+def task_defaults() -> str:
+    """Return the keys that depend on the task, as key=value in a paragraph for each task."""
+    registry = names("powergossip.tasks.registry")
+    lines = ["defaults of each task:"]
+    for name, different in registry.DEFAULTS.items():
+        values = (registry.GENERAL_DEFAULTS | different).items()
+        text = " ".join([f"  {name}:", *(f"{key}={as_written(value)}" for key, value in values)])
+        lines += textwrap.wrap(text, 100, subsequent_indent="    ", break_on_hyphens=False)
+    return "\n".join(lines)
+
+
+def as_written(value: Any) -> str:
+    """A value as it is written on the command line, without spaces."""
+    return json.dumps(value, separators=(",", ":")).strip('"')
+
+
+# --- Sources -------------------------------------------------------------------------------------
+
+
+class Names(dict[str, Any]):
+    """The names of a module of this package, with the values that they have in its source.
+
+    A name is evaluated when it is first used. Functions and classes are their definitions. Of other
+    packages there are only those of types.
+    """
+
+    def __init__(self, module: str):
+        self._texts: dict[str, str] = {}  # of the statements that define or import a name
+        file = _PACKAGE.parent.joinpath(*module.split("."))
+        file = file / "__init__.py" if file.is_dir() else file.with_suffix(".py")
+        for text in re.split(r"\n(?=[\w@])", file.read_text(encoding="utf-8")):
+            imported = text.partition(" import ")[2] if text.startswith("from ") else ""
+            found = re.findall(r"\w+", imported) or re.findall(r"^(?:class |def )?(\w+)", text)
+            self._texts |= dict.fromkeys(found, text)
+
+    def __missing__(self, name: str) -> Any:
+        first, home, *_ = (text := self._texts[name]).split(maxsplit=2)
+        if first in ("class", "def"):
+            self[name] = Definition(self, text)
+        elif first != "from":
+            self[name] = eval(text.partition(" = ")[2], {}, self)
+        elif not home.startswith(_PACKAGE.name):
+            self[name] = _OTHERS.get(name)
+        else:
+            of_home = names(home)
+            self[name] = of_home[name] if name in of_home._texts else names(f"{home}.{name}")
+        return self[name]
+
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
+
+    def value(self, expression: Any) -> Any:
+        """The value of an expression in the module."""
+        if isinstance(expression, ast.Constant):
+            return expression.value
+        return eval(compile(ast.Expression(expression), "", "eval"), {}, self)
+
+
+names = cache(Names)
+
+
+@dataclass(eq=False)
+class Definition:
+    """A function, class or dataclass in the source of a module."""
+
+    home: Names
+    text: str
+    given: Mapping[str, Any] = field(default_factory=dict)
+
+    def __call__(self, *parts: "Definition", **given: Any) -> "Definition":
+        """Return a row that a function builds. It has the options of the last argument."""
+        return replace(parts[-1], given=given)
+
+    @cached_property
+    def options(self) -> Options:
+        """The parameters with a default, or the fields, by name, and the inherited ones."""
+        # To parse the bodies of a class takes more time than all the rest.
+        head = re.split(r"\n    (?:def |@)", self.text, maxsplit=1)[0]
+        init = re.search(r"\n    def __init__\(.*?\)(?: -> None)?:\n", self.text, re.DOTALL)
+        node: Any = ast.parse(f"{head}{init[0]}        ..." if init else head).body[0]
+        found: Options = {}
+        for base in reversed(getattr(node, "bases", [])):
+            kind = self.home.value(base)
+            found |= kind.options if isinstance(kind, Definition) else {}
+        texts = {name: option.text for name, option in found.items()}
+        texts |= described(ast.get_docstring(node) or "")
+        function = node.body[-1] if init else node
+        if isinstance(function, ast.FunctionDef):
+            found, args = {}, function.args
+            places = [
+                *zip(args.args[-len(args.defaults) :], args.defaults, strict=False),
+                *zip(args.kwonlyargs, args.kw_defaults, strict=True),
+            ]
+            declared: list[Any] = [
+                (p.arg, p.annotation, default) for p, default in places if default
+            ]
+        else:
+            fields = [line for line in node.body if isinstance(line, ast.AnnAssign)]
+            declared = [(ast.unparse(line.target), line.annotation, line.value) for line in fields]
+        for name, annotation, default in declared:
+            if not ast.unparse(annotation).startswith("ClassVar"):
+                kind, value = self.home.value(annotation), default and self.home.value(default)
+                kinds = {*get_args(kind)} or {kind}
+                found[name] = Option(kinds, self.given.get(name, value), "")
+        return {name: option._replace(text=texts.get(name, "")) for name, option in found.items()}
+
+
+def described(docstring: str) -> dict[str, str]:
+    """Return parameter → its entry in the section Args of a docstring, in one line."""
+    section = re.search(r"^Args:\n((?:    .*\n|\n)*)", f"{docstring}\n", re.MULTILINE)
+    parts = re.split(r"^    (\w+): ", section[1] if section else "", flags=re.MULTILINE)
+    return dict(zip(parts[1::2], (" ".join(p.split()) for p in parts[2::2]), strict=True))

@@ -23,7 +23,8 @@ from powergossip.algorithms.torch_powersgd import HOOKS, DDPHook
 from powergossip.compressors import COMPRESSORS
 from powergossip.network import Conversation, Gather, Network, Processes
 from powergossip.parameters import Layout, Parameters
-from powergossip.training.config_checks import ALIASES, DEFAULTS, checked
+from powergossip.training.config_checks import checked
+from powergossip.training.method_keys import ALIASES, DEFAULTS
 from powergossip.training.trainer import Trainer
 from tests.harness.loops import gradients
 from tests.harness.loops import step as mean_of

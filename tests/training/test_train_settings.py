@@ -1,37 +1,39 @@
 """Every key of a method has an effect, and keys of other methods are not ignored silently."""
 
 import dataclasses
+import importlib
+import inspect
 import re
 import warnings
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from omegaconf import OmegaConf
+from torch import Tensor
 
 import train
 from powergossip import compressors, options, tasks
 from powergossip.algorithms import AVERAGING
 from powergossip.algorithms.aggregation import AGGREGATIONS
+from powergossip.algorithms.torch_powersgd import HOOKS
 from powergossip.compressors import COMPRESSORS
 from powergossip.network import Processes
 from powergossip.optimizers.specification import Specification
 from powergossip.runs import configuration
-from powergossip.training import derive_keys
-from powergossip.training.config_checks import (
+from powergossip.training import method_keys
+from powergossip.training.config_checks import checked, method_options, option_defaults
+from powergossip.training.method_keys import (
     ALIASES,
     DEFAULTS,
     OF_RULE,
     OWN_KEYS,
-    checked,
-    method_options,
-    option_defaults,
+    PREFIX,
+    as_written,
 )
-from powergossip.training.method_keys import PREFIX, MethodKeys
 from powergossip.training.resuming import check_same_run
-from powergossip.training.task_defaults import TASK_DEFAULTS
 from powergossip.training.trainer import Trainer
 from tests.harness.training import after_steps, built, configured, trained
 
@@ -379,15 +381,56 @@ def test_a_run_on_the_virtual_clock_is_evaluated_by_any_number_of_processes() ->
 # The table of keys.
 
 
-def test_the_keys_of_methods_follow_from_their_rows() -> None:
-    """Otherwise run python -m powergossip.training.derive_keys."""
-    assert MethodKeys.groups == derive_keys.groups()
-    kinds = {name: str(kind) for name, kind in MethodKeys.__annotations__.items()}
-    kinds.pop("groups")
-    assert {
-        name: kind.replace("typing.", "") for name, kind in kinds.items()
-    } == derive_keys.types()
-    assert TASK_DEFAULTS.rstrip() == derive_keys.of_tasks()
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("powergossip.algorithms.registry", "AVERAGING"),
+        ("powergossip.algorithms.aggregation", "AGGREGATIONS"),
+        ("powergossip.algorithms.learning.registry", "LEARNING"),
+        ("powergossip.compressors", "COMPRESSORS"),
+    ],
+)
+def test_options_in_the_sources_of_rows_are_those_of_the_imported_rows(
+    module: str, name: str
+) -> None:
+    """Names and their order, types, defaults and descriptions, inherited ones, too."""
+    imported, sources = vars(importlib.import_module(module))[name], method_keys.names(module)[name]
+    assert [*imported] == [*sources]
+    for key, row in imported.items():
+        found = sources[key].options if isinstance(sources[key], method_keys.Definition) else {}
+        texts: dict[str, str] = {}
+        for described in reversed(inspect.getmro(row)) if inspect.isclass(row) else (row,):
+            texts |= method_keys.described(inspect.getdoc(described) or "")
+        expected = options.parameters(row)
+        assert {*found} == {*expected}, key
+        for option, parameter in expected.items():
+            kinds = {None if kind is Tensor else kind for kind in get_args(parameter.annotation)}
+            kinds = {type(None) if k is None else k for k in kinds} or {parameter.annotation}
+            assert found[option] == (kinds, parameter.default, texts.get(option, "")), option
+
+
+def test_keys_of_methods_have_the_defaults_of_their_methods() -> None:
+    found: dict[str, list[str]] = {}
+    for title, keys in method_keys.methods().items():
+        kind, _, name = title.partition("=")
+        values = {key.removeprefix(PREFIX): option.default for key, option in keys.items()}
+        row = kind == "optimizer_compressor" and COMPRESSORS[name]
+        assert [*values.items()] == [
+            *(options.defaults(row) if row else option_defaults(name)).items()
+        ]
+        found.setdefault(kind, []).append(name)
+    assert found == {
+        "optimizer": [*AVERAGING, *AGGREGATIONS, *HOOKS],
+        "optimizer_compressor": [*COMPRESSORS],
+    }
+
+
+def test_help_has_the_defaults_of_each_task() -> None:
+    found = re.findall(r"^  (\w+): (.*(?:\n    .*)*)", method_keys.task_defaults(), re.MULTILINE)
+    assert {name: text.split() for name, text in found} == {
+        name: [f"{key}={as_written(value)}" for key, value in tasks.defaults(name).items()]
+        for name in tasks.TASKS
+    }
 
 
 def test_help_groups_the_options_of_each_method(capsys: pytest.CaptureFixture[str]) -> None:
