@@ -25,11 +25,12 @@ from experiments.study import (
     lines,
     quality,
     size,
+    table,
     tuned,
 )
 from experiments.tuned_methods import listed
 from powergossip.formatting import counted
-from powergossip.runner.runner import Experiment, Values, sentence_case
+from powergossip.runner.runner import Experiment, Values
 
 RATES = (0.0125, 0.025, 0.05, 0.1)
 MOMENTUM = 0.9
@@ -123,7 +124,6 @@ def experiment(
     def report(outcomes: Outcomes, folder: Path) -> str:
         draw_by_size(outcomes, measure, folder / "figure.svg")
         note = (
-            f"{sentence_case(title)}.\n\n"
             f"Mean ± standard deviation of {counted(len(seeds), 'seed')}. "
             f"Each method has momentum {MOMENTUM:g} and the best of the learning rates "
             f"{listed(rates)}: they are compared after {counted(tuning_epochs, 'epoch')}, then the "
@@ -132,7 +132,7 @@ def experiment(
             "a run, the learning rate falls to 0 as a cosine. MB sent are the mean of the workers "
             "in a run."
         )
-        table = lines(
+        found = lines(
             outcomes,
             ["averaging", "learning rule"],
             {
@@ -143,7 +143,9 @@ def experiment(
             {"learning rate": lambda o: f"{o.values['learning_rate']:g}"},
             lambda o: f"{n} of {len(o.runs)} diverged" if (n := o.diverged(measure)) else "",
         )
-        return f"{note}\n\n{table}\n\n![{measure} against megabytes](figure.svg)\n"
+        return f"{note}\n\n![{measure} against megabytes](figure.svg)\n\n" + table(
+            folder / "table.csv", found
+        )
 
     return tuned(
         title,

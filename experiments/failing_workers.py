@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from experiments.study import SEEDS, Axes, Outcome, Outcomes, crossed, grid, study
+from experiments.study import SEEDS, Axes, Outcome, Outcomes, crossed, grid, study, table
 from experiments.tuned_methods import FASHION_MNIST
 from powergossip.formatting import counted, spread
-from powergossip.runner.runner import Experiment, Values, sentence_case
+from powergossip.runner.runner import Experiment, Values
 from powergossip.runs import figures
 from powergossip.runs.metrics import select_rows
 
@@ -179,13 +179,13 @@ def _experiment(
     def report(outcomes: Outcomes, folder: Path) -> str:
         several = f"mean ± standard deviation of {counted(len(seeds), 'seed')}"
         note = (
-            f"{sentence_case(title)}. Accuracy of the mean model of {values['n_workers']} workers "
+            f"Accuracy of the mean model of {values['n_workers']} workers "
             f"after {counted(values['num_epochs'], 'epoch')}, "
             f"{several if len(seeds) > 1 else 'one seed'}, on the virtual clock."
         )
         draw(outcomes, folder / "figure.svg")
-        table = crossed(outcomes, "method", cell)
-        return "\n\n".join([note, table, f"![{title}](figure.svg)\n"])
+        found = table(folder / "table.csv", crossed(outcomes, "method", cell))
+        return "\n\n".join([note, f"![{title}](figure.svg)", found])
 
     axes: Axes = {"method": {method: METHODS[method] for method in methods}, "case": columns}
     return study(title, grid(values, axes, seeds), report)

@@ -206,6 +206,4 @@ def experiment(
         of_method = seeds[method] if isinstance(seeds, Mapping) else seeds
         cases |= grid(v, {"method": {method: {}}}, of_method, processes=processes)
     note = "diffusion rates and, up to a common factor, learning rates are the published ones."
-    return study(
-        title, cases, lambda outcomes, folder: compared(title, outcomes, folder, measure, note)
-    )
+    return study(title, cases, lambda outcomes, folder: compared(outcomes, folder, measure, note))

@@ -338,6 +338,7 @@ def _draw(
     from math import ceil
     from textwrap import fill
 
+    from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -379,7 +380,8 @@ def _draw(
     figure.legend(lines, names, loc="outside lower center", ncols=beside, frameon=False)
     more = max(0, ceil(len(names) / beside) - 4)  # rows of a long legend, 0.2 inches each
     figure.set_figheight(figure.get_figheight() + 0.2 * more)
-    figure.savefig(path, dpi=150)
+    with rc_context({"svg.fonttype": "none"}):  # text stays text
+        figure.savefig(path, dpi=150)
 
 
 def _label_decades(axis: "Axis") -> None:
