@@ -95,7 +95,7 @@ def cells(folder: Path, name: str = "table") -> list[list[str]]:
 
 def words(svg: str) -> list[str | None]:
     """The texts of a picture."""
-    return [found.text for found in ElementTree.fromstring(svg).iter("{*}text")]
+    return [found.text for found in ElementTree.fromstring(svg).findall(".//{*}text")]
 
 
 def starts(folder: Folder, run: Run) -> int:
