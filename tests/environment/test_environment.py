@@ -248,9 +248,9 @@ def check_speeds(lines: list[str]) -> None:
     """The table of four processes, and the lines below it."""
     start = lines.index("CPU memory: µs for 8 bytes, MB/s for 4 MiB")
     assert lines[start + 1].split() == ["processes", "µs", "MB/s"]
-    for pair, line in zip(combinations(range(4), 2), lines[start + 2 :], strict=False):
+    for expected, line in zip(combinations(range(4), 2), lines[start + 2 :], strict=False):
         *processes, microseconds, bandwidth = line.split()
-        assert processes == [f"{pair[0]},", str(pair[1])]
+        assert processes == [f"{expected[0]},", str(expected[1])]
         assert float(microseconds) > 0
         assert float(bandwidth) > 0
     assert re.fullmatch(r"on a host \(6 pairs\): .* µs, .* MB/s", lines[start + 8])

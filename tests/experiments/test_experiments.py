@@ -708,7 +708,7 @@ def test_moniquas_grid_from_the_runs_to_the_table(tmp_path: Path) -> None:
     folder = Folder("moniqua", tmp_path)
     assert carry_out(experiment, folder, 2) == []
     experiment.report(folder.results, tmp_path)
-    header, line = cells(tmp_path)
+    header, line, _ = cells(tmp_path)
     assert header == ["θ \\ γ", "0.1", "1e+09"]
     assert float(line[1].split()[0]) > 30
     assert line[2] == "diverged"
