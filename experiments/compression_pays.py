@@ -80,7 +80,7 @@ def experiment() -> Experiment:
 
 
 def report(outcomes: Outcomes, folder: Path) -> str:
-    """Two tables and two pictures, of which the page has the first."""
+    """Two tables and a picture."""
     rows = {case: outcome.rows[0] for case, outcome in outcomes.items()}
     measured = {(m, rate): _seconds(rows[m, rate]) for m in METHODS for rate in RATES}
     sent = {method: _bytes(rows[method, "none"]) for method in METHODS}
@@ -93,7 +93,7 @@ def report(outcomes: Outcomes, folder: Path) -> str:
     target = TARGET * final["all-reduce"]
     steps = {method: _steps_to(rows[method,], target) for method in METHODS}
 
-    _figures(measured, predicted, steps, folder)
+    _figure(measured, predicted, folder)
     return "\n\n".join(
         [
             "Four hosts on a ring, an LSTM of "
@@ -142,10 +142,9 @@ def _table_of_times(
     return found
 
 
-def _figures(
+def _figure(
     measured: Mapping[tuple[str, str], float],
     predicted: Mapping[tuple[str, str], float],
-    steps: Mapping[str, float],
     folder: Path,
 ) -> None:
     limited = [rate for rate, bits in RATES.items() if bits < float("inf")]
@@ -156,14 +155,6 @@ def _figures(
     }
     x = "rate of a link (Mbit/s)"
     figures.curves(panels, folder / "figure.svg", x, "seconds per step", log_x=True, log_y=True)
-    reached = {
-        m: (megabits, [steps[m] * measured[m, rate] / 60 for rate in limited])
-        for m in METHODS
-        if steps[m] < float("inf")
-    }
-    figures.curves(
-        {"": reached}, folder / "target.svg", x, "minutes to the target", log_x=True, log_y=True
-    )
 
 
 def _seconds(rows: "DataFrame") -> float:

@@ -104,21 +104,14 @@ def message_loss(values: Values = LOSING, seeds: Sequence[int] = SEEDS[:1]) -> E
 
     def draw(outcomes: Outcomes, path: Path) -> None:
         percent = [0.0, *(100 * fraction for fraction in FRACTIONS)]
-        panels = {
-            method: {
-                f"at {ends} end{'s' if ends == 'both' else ''}": (
-                    percent,
-                    [
-                        100 * _mean(_accuracies(outcomes[method, column]))
-                        for column in ("0", *(_lost(fraction, ends) for fraction in FRACTIONS))
-                    ],
-                )
-                for ends in ENDS
+        panels = {}
+        for ends, title in (("both", "at both ends"), ("one", "at one end")):
+            columns = ("0", *(_lost(fraction, ends) for fraction in FRACTIONS))
+            panels[title] = {
+                method: (percent, [100 * _mean(_accuracies(outcomes[method, c])) for c in columns])
+                for method in METHODS
             }
-            for method in METHODS
-        }
-        x, y = "messages lost (%)", "accuracy of the mean model (%)"
-        figures.curves(panels, path, x, y, columns=5)
+        figures.curves(panels, path, "messages lost (%)", "accuracy of the mean model (%)")
 
     title = "accuracy with lost messages, at one end or at both ends of an exchange"
     return _experiment(title, values, tuple(METHODS), columns, seeds, draw)

@@ -42,21 +42,17 @@ Curves = dict[str, dict[str, tuple[list[float], list[float]]]]  # network → li
 
 
 def report(outcomes: Outcomes, folder: Path, workers: tuple[int, ...] = WORKERS) -> str:
-    """A table for each network, and pictures of steps per second and time to a target."""
+    """A table for each network, and a picture of steps per second."""
     costs = _costs(folder)
     speed, target = curves(costs, workers)
-    for file, panels, y in (
-        ("figure.svg", speed, "steps per second"),
-        ("target.svg", target, "seconds to a tenth of the distance"),
-    ):
-        figures.curves(panels, folder / file, "workers", y, log_x=True, log_y=True)
+    path, y = folder / "figure.svg", "steps per second"
+    figures.curves(speed, path, "workers", y, log_x=True, log_y=True)
     shown = [n for n in workers if n in SHOWN]
     parts = [
         f"{MODEL}, {1e3 * costs['gradient'][0]:.3g} ms for a gradient of {BATCH} images, a worker "
         "on a host, by the cost model. Steps per second, and in brackets the seconds until plain "
         "gossip has reduced the distance between the workers tenfold.",
         "![steps per second by workers](figure.svg)",
-        "`report` draws the time to a target, too: target.svg.",
     ]
     for number, network in enumerate(speed, 1):
         lines = [
