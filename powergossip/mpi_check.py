@@ -11,8 +11,7 @@ those of process 0 with more than 16 processes. Option --quick skips this.
     bandwidth  4 MiB divided by the time until the receiver's answer of 8 bytes: the median, in
                MB/s (10^6 bytes per second)
 
-With GPUs, transfers from GPU memory are measured, too: directly if MPI is CUDA-aware, and otherwise
-staged through pinned host memory, as in training.
+With GPUs and a CUDA-aware MPI, transfers from GPU memory are measured, too.
 
 The results show whether MPI uses the fast network. Orders of magnitude between hosts: 1 to 5 µs and
 10 to 50 GB/s for InfiniBand, 20 to 100 µs for TCP, with 0.1 GB/s on 1 Gbit/s and 1.1 GB/s on
@@ -48,12 +47,7 @@ SMALL, LARGE = 8, 4 * 2**20  # bytes: messages for latency and for bandwidth
 TIMES = {SMALL: 100, LARGE: 4}  # measured messages of each size
 MOST = 16  # the largest number of processes for which all pairs are measured
 
-THREAD_LEVELS = {
-    MPI.THREAD_SINGLE: "single",
-    MPI.THREAD_FUNNELED: "funneled",
-    MPI.THREAD_SERIALIZED: "serialized",
-    MPI.THREAD_MULTIPLE: "multiple",
-}
+THREAD_LEVELS = ("single", "funneled", "serialized", "multiple")  # 0 to 3 in Open MPI and MPICH
 
 
 def content(rank: int, where: torch.device) -> torch.Tensor:
@@ -104,51 +98,23 @@ Pair = tuple[int, int]  # ranks of two processes, ascending
 Speed = tuple[float, float]  # latency in µs, bandwidth in MB/s
 
 
-class Port:
-    """A process' buffer for messages of up to LARGE bytes, in a device's memory.
+def exchange(comm: MPI.Intracomm, memory: MPI.buffer, size: int, pair: Pair) -> float:
+    """Median time in seconds in which messages of `size` bytes are answered, by SMALL bytes.
 
-    Args:
-        staged: True if messages are staged through host memory, pinned if the device is a GPU.
+    Called by both processes of a pair. The first one sends.
     """
-
-    def __init__(self, comm: MPI.Intracomm, where: torch.device, staged: bool):
-        self._comm, self._staged = comm, staged
-        self._content = torch.full((LARGE,), comm.rank, dtype=torch.uint8, device=where)
-        self._host = self._content
-        if staged:
-            self._host = torch.ones(LARGE, dtype=torch.uint8, pin_memory=where.type == "cuda")
-        finish_kernels(where)
-        # By address, since converting a tensor for each call costs more than a short message.
-        self._memory = MPI.buffer.fromaddress(self._host.data_ptr(), LARGE)
-
-    def send(self, size: int, to: int) -> None:
-        """Send the first `size` bytes."""
-        if self._staged:
-            self._host[:size].copy_(self._content[:size])
-        self._comm.Send([self._memory, size, MPI.BYTE], dest=to)
-
-    def receive(self, size: int, source: int) -> None:
-        """Receive the first `size` bytes."""
-        self._comm.Recv([self._memory, size, MPI.BYTE], source=source)
-        if self._staged:
-            self._content[:size].copy_(self._host[:size])
-            finish_kernels(self._content.device)
-
-    def seconds(self, size: int, other: int) -> float:
-        """Median time in which messages of `size` bytes are answered. The other one answers."""
-        times = []
-        for _ in range(1 + TIMES[size]):  # the first one sets up the connection
-            start = time.perf_counter()
-            self.send(size, other)
-            self.receive(SMALL, other)
-            times.append(time.perf_counter() - start)
-        return median(times[1:])
-
-    def answer(self, size: int, other: int) -> None:
-        """Answer the messages of `seconds`."""
-        for _ in range(1 + TIMES[size]):
-            self.receive(size, other)
-            self.send(SMALL, other)
+    first, other = comm.rank == pair[0], sum(pair) - comm.rank
+    times = []
+    for _ in range(1 + TIMES[size]):  # the first exchange sets up the connection
+        start = time.perf_counter()
+        if first:
+            comm.Send([memory, size, MPI.BYTE], dest=other)
+            comm.Recv([memory, SMALL, MPI.BYTE], source=other)
+        else:
+            comm.Recv([memory, size, MPI.BYTE], source=other)
+            comm.Send([memory, SMALL, MPI.BYTE], dest=other)
+        times.append(time.perf_counter() - start)
+    return median(times[1:])
 
 
 def wait_asleep(comm: MPI.Intracomm) -> None:
@@ -158,23 +124,23 @@ def wait_asleep(comm: MPI.Intracomm) -> None:
         time.sleep(0.001)
 
 
-def measure_pairs(comm: MPI.Intracomm, where: torch.device, staged: bool) -> dict[Pair, Speed]:
-    """The speed of each pair, or of those with process 0: on process 0, empty on the others."""
-    port = Port(comm, where, staged)
-    mine: dict[Pair, Speed] = {}
-    for a, b in combinations(range(comm.size), 2):
-        if comm.size > MOST and a > 0:
+def measure_pairs(comm: MPI.Intracomm, where: torch.device) -> dict[Pair, Speed]:
+    """The speed of each pair, or of those with process 0, from the memory of a device."""
+    content = torch.full((LARGE,), comm.rank, dtype=torch.uint8, device=where)
+    finish_kernels(where)
+    # By address, since converting a tensor for each call costs more than a short message.
+    memory = MPI.buffer.fromaddress(content.data_ptr(), LARGE)
+    found: dict[Pair, Speed] = {}
+    for pair in combinations(range(comm.size), 2):
+        if comm.size > MOST and pair[0] > 0:
             break
+        if comm.rank in pair:
+            latency = exchange(comm, memory, SMALL, pair) / 2
+            bandwidth = LARGE / exchange(comm, memory, LARGE, pair)
+            found[pair] = 1e6 * latency, bandwidth / 1e6
         wait_asleep(comm)
-        if comm.rank == a:
-            latency, bandwidth = port.seconds(SMALL, b) / 2, LARGE / port.seconds(LARGE, b)
-            mine[a, b] = 1e6 * latency, bandwidth / 1e6
-        elif comm.rank == b:
-            port.answer(SMALL, a)
-            port.answer(LARGE, a)
-    wait_asleep(comm)
-    gathered = comm.gather(mine) or []
-    return {pair: speed for part in gathered for pair, speed in part.items()}
+        found[pair] = comm.bcast(found.get(pair), root=pair[0])
+    return found
 
 
 def speeds(found: dict[Pair, Speed], hosts: Sequence[str]) -> str:
@@ -252,8 +218,13 @@ def main(arguments: Sequence[str] = ()) -> None:
 
     # GPU memory is passed only to an MPI that reports to be CUDA-aware.
     check(comm, device if aware else torch.device("cpu"))
-    if not quick and comm.size > 1:
-        report_speeds(comm, device, aware is True, hosts)
+    with_gpus = aware and all(row[2] != "cpu" for row in rows)
+    memories = [torch.device("cpu"), *([device] if with_gpus else [])]
+    for where in memories if comm.size > 1 and not quick else []:
+        found = measure_pairs(comm, where)
+        if comm.rank == 0:
+            title = f"{where.type.upper()} memory: µs for 8 bytes, MB/s for 4 MiB"
+            print(f"\n{title}\n{speeds(found, hosts)}\n", flush=True)
     if comm.rank == 0:
         everyone = counted(comm.size, "process", "processes")
         print(f"MPI works: {everyone} on {counted(len(set(hosts)), 'host')}")
@@ -274,22 +245,6 @@ def check(comm: MPI.Intracomm, where: torch.device) -> None:
                 print(f"{name}: correct in {everyone} ({where.type} memory)")
     if failed:
         sys.exit(1)
-
-
-def report_speeds(
-    comm: MPI.Intracomm, device: torch.device, aware: bool, hosts: Sequence[str]
-) -> None:
-    """Measure pairs in CPU memory, and if all have a GPU in its memory. Process 0 prints."""
-    ways = [("CPU memory", torch.device("cpu"), False)]
-    if all(comm.allgather(device.type == "cuda")):
-        way = "directly" if aware else "through pinned host memory, as MPI is not CUDA-aware"
-        ways.append((f"GPU memory, {way}", device, not aware))
-    for title, where, staged in ways:
-        found = measure_pairs(comm, where, staged)
-        if comm.rank == 0:
-            print(f"\n{title}: µs for 8 bytes, MB/s for 4 MiB\n{speeds(found, hosts)}", flush=True)
-    if comm.rank == 0:
-        print()
 
 
 def command() -> None:
