@@ -359,7 +359,7 @@ def test_measured_and_predicted_from_rows_to_tables(
 
     text = experiment.experiment().report(results, tmp_path)
     cases = len(experiment.METHODS) * len(experiment.PLACES)
-    assert text.count(", 1.00)") == cases
+    assert (tmp_path / "steps.csv").read_text().count(", 1.00)") == cases
     assert f"{size:,} parameters" in text
 
 
