@@ -15,7 +15,7 @@ There is no model and no data, only random tensors with the shapes of a model's 
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from statistics import median
 
 import torch
@@ -56,21 +56,8 @@ class GossipStep:
     seed: int | None = None
 
 
-OPTIONS = (  # keys that are options of an algorithm
-    "diffusion_rate",
-    "rank",
-    "num_iterations",
-    "warm_start",
-    "round_weights",
-    "theta",
-    "running_sums",
-    "copy_rate",
-    "compressor",
-    "keep_ratio",
-    "levels",
-    "unbiased",
-    "seed",
-)
+# Keys that are options of an algorithm
+OPTIONS = [f.name for f in fields(GossipStep) if f.default is None and f.name != "n_workers"]
 config = OmegaConf.structured(GossipStep)
 
 

@@ -113,7 +113,7 @@ def table(kind: str, lines: Sequence[Line]) -> str:
     """The lines of one kind as plain text, with the slope of each algorithm at its last size."""
     header = [
         "algorithm",
-        "workers" if kind == "learning" else kind,
+        _axis(kind),
         "ms a step",
         "slope",
         "bytes a worker",

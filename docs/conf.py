@@ -38,8 +38,6 @@ napoleon_numpy_docstring = False
 napoleon_custom_sections = [("Attributes", "params_style")]
 myst_enable_extensions = ["dollarmath", "deflist"]
 myst_heading_anchors = 3
-# Headings of a report may be two levels below its title.
-suppress_warnings = ["myst.header"]
 
 autoclass_content = "both"
 autodoc_inherit_docstrings = False  # an undocumented override of torch's would show torch's markup
@@ -132,14 +130,7 @@ def link_sources(app: Sphinx, document: nodes.document) -> None:
         text.parent.replace(text, linked)
 
 
-def add_title(app: Sphinx, name: str, source: list[str]) -> None:
-    """Give reports of experiments a title. They are made as parts of RESULTS.md, which has one."""
-    if name.startswith("results/"):
-        source[0] = f"# {name.split('/')[1]}\n\n{source[0]}"
-
-
 def setup(app: Sphinx) -> None:
     app.add_html_math_renderer("katex", (inline_equation, None), (displayed_equation, None))
     app.connect("builder-inited", generate)
-    app.connect("source-read", add_title)
     app.connect("doctree-read", link_sources)

@@ -3,8 +3,8 @@
 python -m experiments list                     list the experiments
 python -m experiments run NAME                 carry out the missing runs
 python -m experiments status [NAME]            count completed, failed and missing runs
-python -m experiments report NAME              make the table (Markdown) and the figures
-python -m experiments report NAME --publish    also copy them to RESULTS.md
+python -m experiments report NAME              make the page, its tables (CSV) and pictures
+python -m experiments report NAME --publish    also copy them to docs/results
 
 --launcher mpirun or torchrun: on this machine, process: all workers in one process,
 slurm: a job per run
@@ -23,7 +23,14 @@ from experiments import EXPERIMENTS, results
 from powergossip import checks
 from powergossip.errors import BadInput
 from powergossip.runner.launchers import LAUNCHERS
-from powergossip.runner.runner import Experiment, Folder, Run, Terminated, carry_out
+from powergossip.runner.runner import (
+    Experiment,
+    Folder,
+    Run,
+    Terminated,
+    carry_out,
+    sentence_case,
+)
 
 JOBS = 64  # default limit of concurrent Slurm jobs
 
@@ -42,7 +49,7 @@ def main(arguments: list[str]) -> None:
     )
     parser.add_argument("--launcher", default="mpirun", help=", ".join(LAUNCHERS))
     parser.add_argument("--dry-run", action="store_true", help="print the commands only")
-    parser.add_argument("--publish", action="store_true", help="copy the report to RESULTS.md")
+    parser.add_argument("--publish", action="store_true", help="copy the report to docs/results")
     options = parser.parse_args(arguments)
     if options.command == "list":
         width = max(map(len, EXPERIMENTS)) + 2
@@ -64,7 +71,7 @@ def main(arguments: list[str]) -> None:
         _report(options.name, experiment, folder)
         if options.publish:
             results.publish(options.name, folder.path)
-            print(f"copied to {results.RESULTS}")
+            print(f"copied to {results.PUBLISHED / options.name}")
     elif options.dry_run:
         for runs in folder.runs(experiment):
             for run in runs:
@@ -138,9 +145,12 @@ def _report(name: str, experiment: Experiment, folder: Folder) -> None:
         text = experiment.report(folder.results, folder.path)
     except ValueError as error:
         raise BadInput(f"{error}; run it first: python -m experiments run {name}") from error
-    text += f"\n`python -m experiments run {name}`: {folder.provenance(experiment)}\n"
+    made = f"`python -m experiments run {name}`: {folder.provenance(experiment)}"
+    text = f"# {sentence_case(experiment.title)}\n\n{text}\n\n{made}\n"
     (folder.path / results.REPORT).write_text(text)
-    print(f"{text}\nwritten to {Path(folder.path) / results.REPORT}")
+    print(
+        f"{results.with_tables(text, folder.path)}\nwritten to {Path(folder.path) / results.REPORT}"
+    )
 
 
 if __name__ == "__main__":

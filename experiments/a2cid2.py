@@ -16,11 +16,12 @@ from experiments.study import (
     Outcomes,
     lines,
     quality,
+    table,
     tuned,
 )
 from experiments.tuned_methods import listed
 from powergossip.formatting import counted, spread
-from powergossip.runner.runner import Experiment, Values, sentence_case
+from powergossip.runner.runner import Experiment, Values
 
 VALUES: Values = FAILING | {
     "optimizer": "dpsgd",
@@ -47,7 +48,7 @@ def experiment(
 
     def report(outcomes: Outcomes, folder: Path) -> str:
         note = (
-            f"{sentence_case(title)}. Mean ± standard deviation of {counted(len(seeds), 'seed')}, "
+            f"Mean ± standard deviation of {counted(len(seeds), 'seed')}, "
             f"after {counted(values['num_epochs'], 'epoch')} of {values['n_workers']} workers on a "
             f"ring, on the virtual clock. Learning rates are the best of {listed(rates)} for the "
             f"mean model on {VALIDATION_RATIO:.0%} of the training data, held out."
@@ -60,7 +61,8 @@ def experiment(
             "messages sent": lambda o: f"{o.largest('messages'):.0f}",  # by worker 0
             "learning rate": lambda o: f"{o.values['learning_rate']:g}",
         }
-        return f"{note}\n\n{lines(outcomes, ['method'], columns)}\n"
+        found = lines(outcomes, ["method"], columns)
+        return f"{note}\n\n{table(folder / 'table.csv', found)}"
 
     return tuned(
         title,

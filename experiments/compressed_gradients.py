@@ -9,7 +9,18 @@ Gradient Compression reaches its keep ratio after a warm-up of a fifth of the ep
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from experiments.study import SEEDS, Axes, Cases, Outcome, Outcomes, grid, lines, size, study
+from experiments.study import (
+    SEEDS,
+    Axes,
+    Cases,
+    Outcome,
+    Outcomes,
+    grid,
+    lines,
+    size,
+    study,
+    table,
+)
 from experiments.tuned_methods import STEP
 from powergossip.formatting import spread
 from powergossip.runner.runner import Experiment, Values
@@ -74,17 +85,17 @@ def experiment() -> Experiment:
 
 
 def report(outcomes: Outcomes, folder: Path) -> str:
-    """A Markdown table for each task: mean ± standard deviation over the seeds."""
+    """A table for each task: mean ± standard deviation over the seeds."""
     parts = [
-        f"The cost of averaging compressed gradients: {PROCESSES} processes, one worker each, all "
+        f"{PROCESSES} processes, one worker each, all "
         "methods with the settings of all-reduce. Mean ± standard deviation of "
         f"{len(SEEDS)} seeds. PyTorch's hooks compress after 10 % of the steps, or after the "
         "warm-up. The time of a step excludes evaluation; all processes share the cores of this "
-        "machine.\n"
+        "machine."
     ]
     for task, values in TASKS.items():
         of_task = {(method,): outcomes[task, method] for method in METHODS}
-        table = lines(
+        found = lines(
             of_task,
             ["method"],
             {
@@ -94,10 +105,11 @@ def report(outcomes: Outcomes, folder: Path) -> str:
             },
             diverged=lambda o: "" if o.ended("accuracy").runs else "diverged",
         )
-        parts.append(
-            f"### {task}, {values['num_epochs']} epochs, batch {values['batch_size']}\n\n{table}\n"
-        )
-    return "\n".join(parts)
+        parts += [
+            f"## {task}, {values['num_epochs']} epochs, batch {values['batch_size']}",
+            table(folder / f"{task}.csv", found),
+        ]
+    return "\n\n".join(parts)
 
 
 def _accuracy(outcome: Outcome) -> str:

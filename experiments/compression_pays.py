@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from experiments.compressed_gradients import METHODS as GRADIENTS
-from experiments.study import Axes, Outcomes, grid, study
+from experiments.study import Axes, Outcomes, Table, grid, study, table
 from experiments.tuned_methods import METHODS as GOSSIP
 from experiments.tuned_methods import STEP
-from powergossip.formatting import markdown
 from powergossip.runner.runner import Experiment, Values
 from powergossip.runs import figures
 from powergossip.runs.metrics import select_rows
@@ -81,7 +80,7 @@ def experiment() -> Experiment:
 
 
 def report(outcomes: Outcomes, folder: Path) -> str:
-    """Two tables and two figures."""
+    """Two tables and a picture."""
     rows = {case: outcome.rows[0] for case, outcome in outcomes.items()}
     measured = {(m, rate): _seconds(rows[m, rate]) for m in METHODS for rate in RATES}
     sent = {method: _bytes(rows[method, "none"]) for method in METHODS}
@@ -94,19 +93,18 @@ def report(outcomes: Outcomes, folder: Path) -> str:
     target = TARGET * final["all-reduce"]
     steps = {method: _steps_to(rows[method,], target) for method in METHODS}
 
-    _figures(measured, predicted, steps, folder)
+    _figure(measured, predicted, folder)
     return "\n\n".join(
         [
             "Four hosts on a ring, an LSTM of "
             f"{_parameters(rows['D-PSGD', 'none']):,} parameters, Python's reference texts. "
             "Seconds per step and, in brackets, the prediction: bytes sent ÷ rate + the time of a "
             "step on unlimited links.",
-            _table_of_steps(measured, predicted, sent),
-            "![seconds per step by rate of the links](step.svg)",
+            table(folder / "steps.csv", _table_of_steps(measured, predicted, sent)),
+            "![seconds per step by rate of the links](figure.svg)",
             f"Minutes to a perplexity of {target:.1f} (all-reduce ends with "
             f"{final['all-reduce']:.1f} after 6 epochs):",
-            _table_of_times(measured, steps, final),
-            "![time to the target by rate of the links](target.svg)\n",
+            table(folder / "times.csv", _table_of_times(measured, steps, final)),
         ]
     )
 
@@ -115,9 +113,8 @@ def _table_of_steps(
     measured: Mapping[tuple[str, str], float],
     predicted: Mapping[tuple[str, str], float],
     sent: Mapping[str, float],
-) -> str:
-    header = ["method", "MB sent per step", *map(_name, RATES), "D-PSGD's time at 10 Mbit/s"]
-    lines = []
+) -> Table:
+    found = [["method", "MB sent per step", *map(_name, RATES), "D-PSGD's time at 10 Mbit/s"]]
     for method in METHODS:
         cells = [
             f"{measured[method, rate]:.3g}"
@@ -125,31 +122,29 @@ def _table_of_steps(
             for rate in RATES
         ]
         slower = measured["D-PSGD", "10mbit"] / measured[method, "10mbit"]
-        lines.append([method, f"{sent[method] / 1e6:.3g}", *cells, f"{slower:.1f}×"])
-    return markdown(header, lines)
+        found.append([method, f"{sent[method] / 1e6:.3g}", *cells, f"{slower:.1f}×"])
+    return found
 
 
 def _table_of_times(
     measured: Mapping[tuple[str, str], float],
     steps: Mapping[str, float],
     final: Mapping[str, float],
-) -> str:
-    header = ["method", "final perplexity", "steps to the target", *map(_name, RATES)]
-    lines = []
+) -> Table:
+    found = [["method", "final perplexity", "steps to the target", *map(_name, RATES)]]
     for method in METHODS:
         if steps[method] == float("inf"):
             cells = ["never"] * (1 + len(RATES))
         else:
             times = [steps[method] * measured[method, rate] / 60 for rate in RATES]
             cells = [f"{steps[method]:.0f}", *(f"{minutes:.3g}" for minutes in times)]
-        lines.append([method, f"{final[method]:.1f}", *cells])
-    return markdown(header, lines)
+        found.append([method, f"{final[method]:.1f}", *cells])
+    return found
 
 
-def _figures(
+def _figure(
     measured: Mapping[tuple[str, str], float],
     predicted: Mapping[tuple[str, str], float],
-    steps: Mapping[str, float],
     folder: Path,
 ) -> None:
     limited = [rate for rate, bits in RATES.items() if bits < float("inf")]
@@ -159,15 +154,7 @@ def _figures(
         for title, of in (("Measured", measured), ("Predicted", predicted))
     }
     x = "rate of a link (Mbit/s)"
-    figures.curves(panels, folder / "step.svg", x, "seconds per step", log_x=True, log_y=True)
-    reached = {
-        m: (megabits, [steps[m] * measured[m, rate] / 60 for rate in limited])
-        for m in METHODS
-        if steps[m] < float("inf")
-    }
-    figures.curves(
-        {"": reached}, folder / "target.svg", x, "minutes to the target", log_x=True, log_y=True
-    )
+    figures.curves(panels, folder / "figure.svg", x, "seconds per step", log_x=True, log_y=True)
 
 
 def _seconds(rows: "DataFrame") -> float:

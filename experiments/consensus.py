@@ -9,12 +9,13 @@ References:
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from experiments.presets import preset
-from powergossip.formatting import markdown
-from powergossip.runner.runner import Experiment, Results, Run, sentence_case
+from experiments.study import table
+from powergossip.runner.runner import Experiment, Results, Run
 from powergossip.runs import figures, tables
 
 TITLES = {
@@ -83,17 +84,23 @@ def experiment(
     def report(results: Results, folder: Path) -> str:
         import pandas as pd
 
-        parts = [sentence_case(title)]
+        first, *others = (f"{kind}.svg" for kind in changes)
+        parts = [f"![error by step and bits, {TITLES[next(iter(changes))]}]({first})"]
         for kind in changes:
             rows = pd.concat([results(runs[kind, part]) for part in algorithms], ignore_index=True)
-            name = f"{kind}.svg"
-            figures.consensus_figure(rows[~rows["algorithm"].isin(HIDDEN)], folder / name)
+            shown = rows[~rows["algorithm"].isin(HIDDEN)]
+            figures.consensus_figure(shown, folder / f"{kind}.svg")
             header, *lines = tables.consensus_table(rows)
-            table = markdown(header, lines)
-            start = f"Errors are relative to the start, {tables.error_at_start(rows):.6g}."
-            parts.append(
-                f"### {TITLES[kind]}\n\n{start}\n\n{table}\n\n![error by step and bits]({name})"
-            )
-        return "\n\n".join(parts) + "\n"
+            header = [
+                f"sent {to}" if name == "sent" else name for to, name in pairwise(["", *header])
+            ]
+            parts += [
+                f"## {TITLES[kind]}",
+                f"Errors are relative to the start, {tables.error_at_start(rows):.6g}.",
+                table(folder / f"{kind}.csv", [header, *lines]),
+            ]
+        if others:
+            parts.append(f"`report` draws the others, too: {', '.join(others)}.")
+        return "\n\n".join(parts)
 
     return Experiment(title, [lambda results: list(runs.values())], report)

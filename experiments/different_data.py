@@ -11,95 +11,64 @@ differences between neighbors in proportion to it. There are three stages:
 3. The better one with three other seeds and all training data, evaluated on the test data.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from experiments.study import (
     RELAY,
     SEEDS,
     VALIDATION_RATIO,
+    Case,
     Outcome,
     Outcomes,
     draw_by_size,
     lines,
     quality,
     size,
+    table,
     tuned,
 )
 from experiments.tuned_methods import listed
 from powergossip.formatting import counted
-from powergossip.runner.runner import Experiment, Values, sentence_case
+from powergossip.runner.runner import Experiment, Values
 
 RATES = (0.0125, 0.025, 0.05, 0.1)
 MOMENTUM = 0.9
 
 
-@dataclass(frozen=True, eq=False)
-class Pair:
-    """A pair of an averaging rule and a learning rule.
-
-    Attributes:
-        averaging: Name of the averaging rule in tables.
-        learning: Value of the key for the learning rule.
-        values: Values for keys of train.py.
-    """
-
-    averaging: str
-    learning: str
-    values: Values
-
-    @property
-    def name(self) -> str:
-        return ", ".join(self.case)
-
-    @property
-    def case(self) -> tuple[str, str]:
-        return self.averaging, self.learning
-
-
-ALL_REDUCE = Pair("all-reduce", "dpsgd", {"optimizer": "all-reduce"})
-PLAIN = Pair("plain", "dpsgd", {"optimizer": "dpsgd"})
+# (Name of the averaging rule in tables, key of the learning rule): further values.
+ALL_REDUCE, PLAIN = ("all-reduce", "dpsgd"), ("plain", "dpsgd")
+_PLAIN: Values = {"optimizer": "dpsgd"}
+_POWER: Values = {"optimizer": "power-gossip"}
+_ROUNDING: Values = {
+    "optimizer": "choco",
+    "optimizer_compressor": "rounding",
+    "optimizer_levels": 3,
+}
 # A message of K-GT is twice as large as that of quasi-global momentum, with the same iterations.
-SOME = (
-    ALL_REDUCE,
-    PLAIN,
-    Pair("plain", "quasi-global-momentum", {"optimizer": "dpsgd"}),
-    Pair(
-        "PowerGossip, 8 iterations",
-        "quasi-global-momentum",
-        {"optimizer": "power-gossip", "optimizer_num_iterations": 8},
-    ),
-    Pair(
-        "PowerGossip, 16 iterations",
-        "k-gt",
-        {"optimizer": "power-gossip", "optimizer_num_iterations": 16},
-    ),
-    Pair("double binary tree", RELAY, {"optimizer": "dpsgd", "topology": "double-binary-tree"}),
-    Pair(
-        "binary tree, 3 bits",
-        RELAY,
-        {
-            "optimizer": "choco",
-            "optimizer_compressor": "rounding",
-            "optimizer_levels": 3,
-            "topology": "binary-tree",
-        },
-    ),
-)
-MORE = (
-    *SOME,
-    Pair("plain", "gradient-tracking", {"optimizer": "dpsgd"}),
-    Pair("plain", "exact-diffusion", {"optimizer": "dpsgd"}),
-    Pair("chain", RELAY, {"optimizer": "dpsgd", "topology": "chain"}),
-    Pair("binary tree", RELAY, {"optimizer": "dpsgd", "topology": "binary-tree"}),
-)
+SOME: Mapping[Case, Values] = {
+    ALL_REDUCE: {"optimizer": "all-reduce"},
+    PLAIN: _PLAIN,
+    ("plain", "quasi-global-momentum"): _PLAIN,
+    ("PowerGossip, 8 iterations", "quasi-global-momentum"): _POWER
+    | {"optimizer_num_iterations": 8},
+    ("PowerGossip, 16 iterations", "k-gt"): _POWER | {"optimizer_num_iterations": 16},
+    ("double binary tree", RELAY): _PLAIN | {"topology": "double-binary-tree"},
+    ("binary tree, 3 bits", RELAY): _ROUNDING | {"topology": "binary-tree"},
+}
+MORE: Mapping[Case, Values] = {
+    **SOME,
+    ("plain", "gradient-tracking"): _PLAIN,
+    ("plain", "exact-diffusion"): _PLAIN,
+    ("chain", RELAY): _PLAIN | {"topology": "chain"},
+    ("binary tree", RELAY): _PLAIN | {"topology": "binary-tree"},
+}
 
 
 def experiment(
     title: str,
     values: Values,
-    methods: Sequence[Pair] = SOME,
+    methods: Mapping[Case, Values] = SOME,
     measure: str = "accuracy",
     rates: Sequence[float] = RATES,
     tuning_epochs: int = 2,
@@ -108,7 +77,7 @@ def experiment(
     """An experiment of three stages, see the module.
 
     Args:
-        methods: Pairs to compare, PLAIN among them.
+        methods: Pairs to compare, `PLAIN` among them.
         measure: Measure of the mean model: accuracy, where larger is better, or perplexity.
         rates: Learning rates, ascending.
         tuning_epochs: Epochs of the first stage.
@@ -123,7 +92,6 @@ def experiment(
     def report(outcomes: Outcomes, folder: Path) -> str:
         draw_by_size(outcomes, measure, folder / "figure.svg")
         note = (
-            f"{sentence_case(title)}.\n\n"
             f"Mean ± standard deviation of {counted(len(seeds), 'seed')}. "
             f"Each method has momentum {MOMENTUM:g} and the best of the learning rates "
             f"{listed(rates)}: they are compared after {counted(tuning_epochs, 'epoch')}, then the "
@@ -132,25 +100,27 @@ def experiment(
             "a run, the learning rate falls to 0 as a cosine. MB sent are the mean of the workers "
             "in a run."
         )
-        table = lines(
+        found = lines(
             outcomes,
             ["averaging", "learning rule"],
             {
                 **quality(measure),
                 "consensus distance": _distance,
-                **size(outcomes[PLAIN.case]),
+                **size(outcomes[PLAIN]),
             },
             {"learning rate": lambda o: f"{o.values['learning_rate']:g}"},
             lambda o: f"{n} of {len(o.runs)} diverged" if (n := o.diverged(measure)) else "",
         )
-        return f"{note}\n\n{table}\n\n![{measure} against megabytes](figure.svg)\n"
+        return f"{note}\n\n![{measure} against megabytes](figure.svg)\n\n" + table(
+            folder / "table.csv", found
+        )
 
     return tuned(
         title,
         values,
         ["averaging", "learning"],
-        {method.case: {**method.values, "learning": method.learning} for method in methods},
-        {method.case: [{"learning_rate": rate} for rate in rates] for method in methods},
+        {case: {**of_method, "learning": case[1]} for case, of_method in methods.items()},
+        {case: [{"learning_rate": rate} for rate in rates] for case in methods},
         {"num_epochs": tuning_epochs},
         promoted,
         measure,

@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from experiments.study import SEEDS, Axes, Outcome, Outcomes, crossed, grid, study
+from experiments.study import SEEDS, Axes, Outcome, Outcomes, crossed, grid, study, table
 from experiments.tuned_methods import FASHION_MNIST
 from powergossip.formatting import counted, spread
-from powergossip.runner.runner import Experiment, Values, sentence_case
+from powergossip.runner.runner import Experiment, Values
 from powergossip.runs import figures
 from powergossip.runs.metrics import select_rows
 
@@ -104,21 +104,14 @@ def message_loss(values: Values = LOSING, seeds: Sequence[int] = SEEDS[:1]) -> E
 
     def draw(outcomes: Outcomes, path: Path) -> None:
         percent = [0.0, *(100 * fraction for fraction in FRACTIONS)]
-        panels = {
-            method: {
-                f"at {ends} end{'s' if ends == 'both' else ''}": (
-                    percent,
-                    [
-                        100 * _mean(_accuracies(outcomes[method, column]))
-                        for column in ("0", *(_lost(fraction, ends) for fraction in FRACTIONS))
-                    ],
-                )
-                for ends in ENDS
+        panels = {}
+        for ends, title in (("both", "at both ends"), ("one", "at one end")):
+            columns = ("0", *(_lost(fraction, ends) for fraction in FRACTIONS))
+            panels[title] = {
+                method: (percent, [100 * _mean(_accuracies(outcomes[method, c])) for c in columns])
+                for method in METHODS
             }
-            for method in METHODS
-        }
-        x, y = "messages lost (%)", "accuracy of the mean model (%)"
-        figures.curves(panels, path, x, y, columns=5)
+        figures.curves(panels, path, "messages lost (%)", "accuracy of the mean model (%)")
 
     title = "accuracy with lost messages, at one end or at both ends of an exchange"
     return _experiment(title, values, tuple(METHODS), columns, seeds, draw)
@@ -179,13 +172,13 @@ def _experiment(
     def report(outcomes: Outcomes, folder: Path) -> str:
         several = f"mean ± standard deviation of {counted(len(seeds), 'seed')}"
         note = (
-            f"{sentence_case(title)}. Accuracy of the mean model of {values['n_workers']} workers "
+            f"Accuracy of the mean model of {values['n_workers']} workers "
             f"after {counted(values['num_epochs'], 'epoch')}, "
             f"{several if len(seeds) > 1 else 'one seed'}, on the virtual clock."
         )
         draw(outcomes, folder / "figure.svg")
-        table = crossed(outcomes, "method", cell)
-        return "\n\n".join([note, table, f"![{title}](figure.svg)\n"])
+        found = table(folder / "table.csv", crossed(outcomes, "method", cell))
+        return "\n\n".join([note, f"![{title}](figure.svg)", found])
 
     axes: Axes = {"method": {method: METHODS[method] for method in methods}, "case": columns}
     return study(title, grid(values, axes, seeds), report)

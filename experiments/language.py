@@ -30,6 +30,7 @@ from experiments.study import (
     score,
     size,
     study,
+    table,
 )
 from experiments.tuned_methods import listed
 from powergossip.formatting import counted
@@ -179,7 +180,7 @@ def experiment(
         return cases
 
     def report(outcomes: Outcomes, folder: Path) -> str:
-        return _report(outcomes, folder, sentence_case(title), values, rates, seeds)
+        return _report(outcomes, folder, values, rates, seeds)
 
     return study(title, first(), report, second)
 
@@ -187,7 +188,6 @@ def experiment(
 def _report(
     outcomes: Outcomes,
     folder: Path,
-    title: str,
     values: Values,
     rates: Sequence[float],
     seeds: Sequence[int],
@@ -195,39 +195,42 @@ def _report(
     steps, of_epoch = EPOCHS * STEPS_PER_EPOCH, values["n_workers"] * values["batch_size"]
     tokens = steps * of_epoch * values["task_options"]["sequence_length"]
     parts = [
-        f"{title}. {values['n_workers']} workers, {steps} steps with {tokens / 1e6:.1f} million "
+        f"{values['n_workers']} workers, {steps} steps with {tokens / 1e6:.1f} million "
         f"tokens in total, rounds of {ROUND} steps. Mean ± standard "
         f"deviation of {counted(len(seeds), 'seed')}. The learning rate at the end of the warm-up "
         f"is the best of {listed([10 * rate for rate in rates])} after "
         f"{FIRST_EPOCHS * STEPS_PER_EPOCH} steps, on {VALIDATION_RATIO:.0%} of the documents, held "
-        "out, with a seed of its own."
+        "out, with a seed of its own.",
+        "![bits per byte against megabytes](figure.svg)",
     ]
     plain = {case[0]: o for case, o in outcomes.items() if case[1:] == (ALL_REDUCE, FINAL)}
     curves = {}
     for data in DATA:
         of_data = {(m,): o for (d, m, of), o in outcomes.items() if (d, of) == (data, FINAL)}
-        parts += [f"### {sentence_case(data)}", _table(of_data, plain[data])]
+        file = folder / f"{data.replace(' ', '-')}.csv"
+        parts += [f"## {sentence_case(data)}", _table(file, of_data, plain[data])]
         curves[data] = {method: _curve(outcome) for (method,), outcome in of_data.items()}
-    parts += ["### Other rounds", "The same data, one seed."]
+    parts += ["## Other rounds", "The same data, one seed."]
     for variant, (chosen, _) in VARIANTS.items():
         of_variant = {(method,): outcomes[SAME, method, variant] for method in chosen}
         against = of_variant.get((ALL_REDUCE,), plain[SAME])
-        parts += [f"{sentence_case(variant)}:", _table(of_variant, against)]
-    path = folder / "figure.svg"
-    figures.curves(curves, path, "sent by a worker (MB)", "bits per byte", log_x=True)
+        file = folder / f"{variant.replace(' ', '-')}.csv"
+        parts += [f"{sentence_case(variant)}:", _table(file, of_variant, against)]
+    figures.curves(
+        curves, folder / "figure.svg", "sent by a worker (MB)", "bits per byte", log_x=True
+    )
     screened = {(m, data): o for (data, m, of), o in outcomes.items() if of == FIRST}
     parts += [
-        "![bits per byte against megabytes](figure.svg)",
-        "### First stage",
+        "## First stage",
         "Bits per byte of the held-out documents, with the best learning rate.",
-        crossed(screened, "method", _held_out),
+        table(folder / "first-stage.csv", crossed(screened, "method", _held_out)),
     ]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(parts)
 
 
-def _table(outcomes: Outcomes, plain: Outcome) -> str:
+def _table(file: Path, outcomes: Outcomes, plain: Outcome) -> str:
     columns = {**quality(MEASURE, 3), **more_than(plain), **size(plain, "all-reduce")}
-    return lines(outcomes, ["method"], columns, {"learning rate": _rate}, diverged)
+    return table(file, lines(outcomes, ["method"], columns, {"learning rate": _rate}, diverged))
 
 
 def _rate(outcome: Outcome) -> str:

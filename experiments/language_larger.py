@@ -28,13 +28,13 @@ from experiments.study import (
     SEEDS,
     Axes,
     Cases,
-    Columns,
     Outcomes,
     grid,
     lines,
     quality,
     size,
     study,
+    table,
 )
 from powergossip.formatting import counted
 from powergossip.runner.runner import Experiment, Values, sentence_case
@@ -74,30 +74,31 @@ def experiment(values: Values = GPT | ADAMW, seeds: Sequence[int] = SEEDS) -> Ex
     cases |= grid(values | {"seed": seeds[0]}, {"of": LARGER, "method": CHOSEN})
 
     def report(outcomes: Outcomes, folder: Path) -> str:
-        parts = [f"{sentence_case(title)}. {values['n_workers']} workers, rounds of {ROUND} steps."]
-        for variant in LARGER:
+        parts = [f"{values['n_workers']} workers, rounds of {ROUND} steps."]
+        for number, variant in enumerate(LARGER, 1):
             found = {(case[1],): o for case, o in outcomes.items() if case[0] == variant}
             columns = {
                 **quality(MEASURE, 3),
                 **more_than(found[ALL_REDUCE,]),
                 **size(found[ALL_REDUCE,], "all-reduce"),
             }
-            parts += [f"### {sentence_case(variant)}", lines(found, ["method"], columns)]
+            file = folder / f"larger-{number}.csv"
+            parts += [
+                f"## {sentence_case(variant)}",
+                table(file, lines(found, ["method"], columns)),
+            ]
+        corrections = lines(
+            {case: o for case, o in outcomes.items() if case[0] in DATA},
+            ["data", "method", "correction"],
+            {**quality(MEASURE, 3), "MB sent per worker": lambda o: f"{o.bits / 8e6:.1f}"},
+            diverged=diverged,
+        )
         parts += [
-            "### Corrections",
+            "## Corrections",
             f"The steps and batches of `language`. Mean ± standard deviation of "
             f"{counted(len(seeds), 'seed')}.",
-            lines(
-                {case: o for case, o in outcomes.items() if case[0] in DATA},
-                ["data", "method", "correction"],
-                {**quality(MEASURE, 3), **_sent()},
-                diverged=diverged,
-            ),
+            table(folder / "corrections.csv", corrections),
         ]
-        return "\n\n".join(parts) + "\n"
+        return "\n\n".join(parts)
 
     return study(title, cases, report)
-
-
-def _sent() -> Columns:
-    return {"MB sent per worker": lambda o: f"{o.bits / 8e6:.1f}"}

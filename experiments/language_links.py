@@ -28,8 +28,7 @@ from experiments.language import (
 )
 from experiments.prediction import averaging_seconds
 from experiments.slow_host import time_to
-from experiments.study import Axes, Cases, Outcomes, grid, measured_once, study
-from powergossip.formatting import markdown
+from experiments.study import Axes, Cases, Outcomes, Table, grid, measured_once, study, table
 from powergossip.runner.runner import Experiment, Values
 from powergossip.runs import figures
 from powergossip.runs.metrics import select_rows
@@ -122,6 +121,8 @@ def report(outcomes: Outcomes, folder: Path) -> str:
     def seconds(method: str, place: str) -> str:
         return f"{to_target[method] * measured[method, place]:.0f}"
 
+    needed = ["steps to it", *(f"{steps_to_it:.0f}" for steps_to_it in to_target.values())]
+    times = [[line[0], n, *line[1:]] for line, n in zip(_table(seconds), needed, strict=True)]
     product = to_target[CHECKED[0]] * measured[CHECKED]
     checked, alone = (time_to(target, *whole[case]) for case in (CHECKED, ALONE))
     return "\n\n".join(
@@ -133,13 +134,13 @@ def report(outcomes: Outcomes, folder: Path) -> str:
             "Milliseconds of a step, and in brackets the prediction of `powergossip-predict`. That "
             "is for a process per worker. Here a process has two, whose tensors are added before "
             "an all-reduce, which is therefore faster:",
-            _table("method", step),
+            table(folder / "steps.csv", _table(step)),
             f"Seconds to {target:.2f} bits per byte of the mean model, which all reach:",
-            _table("method", seconds, ("steps to it", lambda m: f"{to_target[m]:.0f}")),
+            table(folder / "seconds.csv", times),
             "![bits per byte against seconds](figure.svg)",
             f"Whole runs on the hosts: {CHECKED[0]}, links of {CHECKED[1]}, {checked:.0f} s "
             f"to the target, where steps × seconds of a step are {product:.0f} s. {ALONE[0]}, "
-            f"links of {ALONE[1]}, where nobody waits: {alone:.0f} s.\n",
+            f"links of {ALONE[1]}, where nobody waits: {alone:.0f} s.",
         ]
     )
 
@@ -187,21 +188,10 @@ def _predicted(method: str) -> "PredictedMethod":
     )
 
 
-def _table(
-    corner: str,
-    cell: Callable[[str, str], str],
-    column: tuple[str, Callable[[str], str]] | None = None,
-) -> str:
-    """A line for each method, with a column for each place, after another column."""
-    name, first = column or ("", str)
-    before = [name] if column else []
-    return markdown(
-        [corner, *before, *PLACES],
-        [
-            [method, *(first(method) for _ in before), *(cell(method, place) for place in PLACES)]
-            for method in CHOSEN
-        ],
-    )
+def _table(cell: Callable[[str, str], str]) -> Table:
+    """A line for each method, with a column for each place."""
+    found = [[method, *(cell(method, place) for place in PLACES)] for method in CHOSEN]
+    return [["method", *PLACES], *found]
 
 
 def _seconds_of_step(rows: "DataFrame") -> float:

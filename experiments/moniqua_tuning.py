@@ -13,9 +13,20 @@ from pathlib import Path
 from typing import Any
 
 from experiments.presets import preset
-from experiments.study import Cases, Columns, Outcome, Outcomes, crossed, grid, lines, study
+from experiments.study import (
+    Cases,
+    Columns,
+    Outcome,
+    Outcomes,
+    Table,
+    crossed,
+    grid,
+    lines,
+    study,
+    table,
+)
 from experiments.tuned_methods import FASHION_MNIST
-from powergossip.runner.runner import Experiment, sentence_case
+from powergossip.runner.runner import Experiment
 from powergossip.runs.metrics import last_values
 
 PUBLISHED = {"moniqua": (0,), "moniqua-theta-2": (1, 2, 3)}  # preset: seeds
@@ -40,7 +51,7 @@ def published() -> Experiment:
     }
 
     def report(outcomes: Outcomes, folder: Path) -> str:
-        return _report(title, lines(outcomes, ["preset"], columns))
+        return _report(folder, lines(outcomes, ["preset"], columns))
 
     return study(title, cases, report)
 
@@ -74,15 +85,16 @@ def experiment(
     }
 
     def report(outcomes: Outcomes, folder: Path) -> str:
-        return _report(title, crossed(outcomes, "θ \\ γ", _cell, "{:g}".format, "{:g}".format))
+        found = crossed(outcomes, "θ \\ γ", _cell, "{:g}".format, "{:g}".format)
+        return _report(folder, found)
 
     return study(title, grid(dict(values), axes), report)
 
 
-def _report(title: str, table: str) -> str:
+def _report(folder: Path, found: Table) -> str:
     return (
-        f"{sentence_case(title)}\n\nTest accuracy of the mean model and, in brackets, of the worst "
-        f"worker, in percent:\n\n{table}\n"
+        "Test accuracy of the mean model and, in brackets, of the worst worker, in percent:\n\n"
+        + table(folder / "table.csv", found)
     )
 
 

@@ -89,17 +89,11 @@ PUBLISHED_LANGUAGE = {
     },
 }
 
-# The methods of the small forms.
-IMAGES = {  # name of a method in the table: its preset
-    "all-reduce": "all-reduce",
-    "D-PSGD": "dpsgd",
-    "PowerGossip, 1 iteration": "power-gossip",
-    "PowerGossip, 2 iterations": "power-gossip-2-iterations",
-    "CHOCO, sign": "choco-sign",
-    "CHOCO, sign, untuned": "choco-sign-untuned",
-    "CHOCO, top 1 %": "choco-top-1",
-    "DeepSqueeze, sign": "deepsqueeze",
-    "Moniqua, 2 bits": "moniqua",
+# The methods of the small forms: {name of a method in the table: its preset}.
+IMAGES = {
+    method: row.preset
+    for method, row in PUBLISHED_IMAGES.items()
+    if not row.changes and "random" not in method
 }
 LANGUAGE = {
     "all-reduce": "all-reduce",
@@ -206,6 +200,4 @@ def experiment(
         of_method = seeds[method] if isinstance(seeds, Mapping) else seeds
         cases |= grid(v, {"method": {method: {}}}, of_method, processes=processes)
     note = "diffusion rates and, up to a common factor, learning rates are the published ones."
-    return study(
-        title, cases, lambda outcomes, folder: compared(title, outcomes, folder, measure, note)
-    )
+    return study(title, cases, lambda outcomes, folder: compared(outcomes, folder, measure, note))

@@ -29,10 +29,9 @@ from typing import TYPE_CHECKING, Any
 
 from experiments.compressed_gradients import METHODS as GRADIENTS
 from experiments.compression_pays import LSTM
-from experiments.study import Axes, Cases, Outcomes, grid, measured_once, study
+from experiments.study import Axes, Cases, Outcomes, Table, grid, measured_once, study, table
 from experiments.tuned_methods import METHODS as GOSSIP
 from experiments.tuned_methods import STEP
-from powergossip.formatting import markdown
 from powergossip.runner.runner import Experiment, Values
 
 if TYPE_CHECKING:
@@ -108,11 +107,11 @@ def report(outcomes: Outcomes, folder: Path) -> str:
             f"Hosts on a ring, one worker each, an LSTM of {parameters:,} parameters, "
             f"{os.cpu_count()} cores for all hosts. Milliseconds of a step, in brackets the "
             "prediction and its ratio to the measurement.",
-            _table(measured, predicted),
+            table(folder / "steps.csv", _table(measured, predicted)),
             "The largest error of each method, and the fraction of its "
             f"{len(PLACES)} cases within {GOAL:.0%}:",
-            _errors(measured, predicted),
-            f"{calibration}\n",
+            table(folder / "errors.csv", _errors(measured, predicted)),
+            calibration,
         ]
     )
 
@@ -268,7 +267,7 @@ def _layout(parameters: int) -> "Layout":
     return Layout([(words, HIDDEN), *inner, (words,)])
 
 
-def _table(measured: Times, predicted: Times) -> str:
+def _table(measured: Times, predicted: Times) -> Table:
     def cell(method: str, place: Place) -> str:
         seen, expected = measured[method, place], predicted[method, place]
         return f"{1e3 * seen:.3g} ({1e3 * expected:.3g}, {expected / seen:.2f})"
@@ -286,17 +285,17 @@ def _table(measured: Times, predicted: Times) -> str:
         for method in METHODS
         for n in HOSTS
     ]
-    return markdown(header, lines)
+    return [header, *lines]
 
 
-def _errors(measured: Times, predicted: Times) -> str:
-    lines = []
+def _errors(measured: Times, predicted: Times) -> Table:
+    lines = [["method", "largest error", f"within {GOAL:.0%}"]]
     for method in METHODS:
         ratios = [predicted[method, place] / measured[method, place] for place in PLACES]
         within = sum(abs(ratio - 1) <= GOAL for ratio in ratios)
         worst = max(ratios, key=lambda ratio: abs(ratio - 1))
         lines.append([method, f"{worst - 1:+.0%}", f"{within} of {len(ratios)}"])
-    return markdown(["method", "largest error", f"within {GOAL:.0%}"], lines)
+    return lines
 
 
 def _phases(rows: "DataFrame") -> dict[str, float]:

@@ -14,8 +14,19 @@ from pathlib import Path
 
 from experiments import tuned_methods
 from experiments.presets import preset
-from experiments.study import SEEDS, Axes, Cases, Outcome, Outcomes, crossed, grid, quality, study
-from powergossip.runner.runner import Experiment, Values, sentence_case
+from experiments.study import (
+    SEEDS,
+    Axes,
+    Cases,
+    Outcome,
+    Outcomes,
+    crossed,
+    grid,
+    quality,
+    study,
+    table,
+)
+from powergossip.runner.runner import Experiment, Values
 
 BASE = "cifar10_vgg11"
 ALPHAS = (1.0, 0.1, 0.01)  # of the Dirichlet distribution
@@ -104,10 +115,11 @@ def _experiment(
             cases |= grid({}, axes, SEEDS, processes=processes)
 
     def report(outcomes: Outcomes, folder: Path) -> str:
+        found = crossed(outcomes, "method", _cell, column=lambda a: f"α = {a:g}")
         return (
-            f"{sentence_case(title)}.\n\nAccuracy of the worst worker after the last epoch, mean ± "
-            f"standard deviation of the seeds, with labels drawn from a Dirichlet distribution "
-            f"with α.\n\n{crossed(outcomes, 'method', _cell, column=lambda a: f'α = {a:g}')}\n"
+            "Accuracy of the worst worker after the last epoch, mean ± standard deviation of the "
+            "seeds, with labels drawn from a Dirichlet distribution with α.\n\n"
+            + table(folder / "table.csv", found)
         )
 
     return study(title, cases, report)

@@ -1,55 +1,49 @@
-"""RESULTS.md, the sequence of the published reports.
+"""Published reports: a page of an experiment, its tables as CSV, and a picture.
 
-A published report and its figures are in docs/results/EXPERIMENT, which keeps measurements with
-the code that made them. output/ contains reproducible files only.
+They are in docs/results/EXPERIMENT, which keeps measurements with the code that made them. output/
+contains reproducible files only. RESULTS.md has the findings.
 """
 
+import csv
 import re
 import shutil
 from pathlib import Path
 
-from experiments import EXPERIMENTS
+from powergossip.formatting import plain
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "RESULTS.md"
-PUBLISHED = ROOT / "docs" / "results"
+PUBLISHED = Path(__file__).resolve().parent.parent / "docs" / "results"
 REPORT = "report.md"
-
-HEAD = """# Results
-
-Made by `python -m experiments report NAME --publish`, which adds or replaces the section of an
-experiment. The end of each section has the command that reproduces it, the versions and the
-machine. `python -m experiments list` lists all experiments.
-"""
+TABLE = re.compile(r"```\{csv-table\}\n.*?```\n\n\[.*?\]\((.*?)\)", re.DOTALL)
 
 
 def publish(name: str, folder: Path) -> None:
-    """Copy an experiment's report and its figures, and rewrite RESULTS.md."""
+    """Copy an experiment's page, and the tables and the picture that it links."""
     own = PUBLISHED / name
     if own.exists():
         shutil.rmtree(own)
     own.mkdir(parents=True)
     text = (folder / REPORT).read_text()
     (own / REPORT).write_text(text)
-    for figure in _figures(text):
-        shutil.copy(folder / figure, own / figure)
-    RESULTS.write_text(assembled())
+    for file in re.findall(r"\]\(([^)/]+\.(?:csv|svg))\)", text):
+        content = (folder / file).read_text()
+        (own / file).write_text(smaller(content) if file.endswith(".svg") else content)
 
 
-def assembled() -> str:
-    """Return the text of RESULTS.md: the published reports in the order of `EXPERIMENTS`."""
-    parts = [HEAD]
-    for name in EXPERIMENTS:
-        file = PUBLISHED / name / REPORT
-        if file.exists():
-            text = file.read_text()
-            for figure in _figures(text):
-                path = (PUBLISHED / name / figure).relative_to(RESULTS.parent)
-                text = text.replace(f"]({figure})", f"]({path})")
-            parts.append(f"## {name}\n\n{text}")
-    return "\n".join(parts)
+def with_tables(text: str, folder: Path) -> str:
+    """Return a page with its tables as plain text."""
+    return TABLE.sub(lambda found: plain(list(csv.reader((folder / found[1]).open()))), text)
 
 
-def _figures(text: str) -> list[str]:
-    """The files of a report's figures."""
-    return re.findall(r"!\[[^]]*\]\(([^)/]+)\)", text)
+def smaller(svg: str) -> str:
+    """Return a picture of matplotlib's without metadata, names of groups and needless decimals."""
+    svg = re.sub(r"<metadata>.*?</metadata>|<[!?].*?>", "", svg, flags=re.DOTALL)
+    # A marker has its own style, but for the fill.
+    svg = re.sub(r'(<use [^>]*) style="fill: ([^;"]*)[^"]*"', r'\1 fill="\2"', svg)
+    svg = re.sub(r'(<use [^>]*) style="[^"]*"', r"\1", svg)
+    svg = re.sub(r"(font: \S+) [^;\"]*sans-serif", r"\1 DejaVu Sans, Verdana, sans-serif", svg)
+    svg = re.sub(r' id="[\w.]+_\d+"', "", svg)
+    in_tag = r"\d+\.\d+(?=[^<>]*>)"
+    svg = re.sub(in_tag, lambda number: f"{float(number[0]):.1f}".removesuffix(".0"), svg)
+    svg = re.sub(r"\s*\n\s*", " ", svg).replace("> <", "><")
+    svg = re.sub(r"<g>(<[^<>]*/>|<text[^<>]*>[^<>]*</text>)</g>", r"\1", svg)
+    return svg.strip().replace("><g", ">\n<g") + "\n"

@@ -15,8 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from experiments.prediction import averaging_seconds, known
-from experiments.study import Outcomes, measured_once, study
-from powergossip.formatting import markdown
+from experiments.study import Outcomes, measured_once, study, table
 from powergossip.runner.runner import Experiment
 from powergossip.runs import figures
 
@@ -43,30 +42,25 @@ Curves = dict[str, dict[str, tuple[list[float], list[float]]]]  # network → li
 
 
 def report(outcomes: Outcomes, folder: Path, workers: tuple[int, ...] = WORKERS) -> str:
-    """A table for each network, and a figure for steps per second and time to a target."""
+    """A table for each network, and a picture of steps per second."""
     costs = _costs(folder)
     speed, target = curves(costs, workers)
-    for file, panels, y in (
-        ("steps.svg", speed, "steps per second"),
-        ("target.svg", target, "seconds to a tenth of the distance"),
-    ):
-        figures.curves(panels, folder / file, "workers", y, log_x=True, log_y=True)
+    path, y = folder / "figure.svg", "steps per second"
+    figures.curves(speed, path, "workers", y, log_x=True, log_y=True)
     shown = [n for n in workers if n in SHOWN]
     parts = [
         f"{MODEL}, {1e3 * costs['gradient'][0]:.3g} ms for a gradient of {BATCH} images, a worker "
         "on a host, by the cost model. Steps per second, and in brackets the seconds until plain "
         "gossip has reduced the distance between the workers tenfold.",
+        "![steps per second by workers](figure.svg)",
     ]
-    for network in speed:
+    for number, network in enumerate(speed, 1):
         lines = [
             [line, *(_cell(speed[network][line], target[network][line], n) for n in shown)]
             for line in speed[network]
         ]
-        parts += [
-            f"{network}:",
-            markdown(["method and graph", *(f"n = {n:,}" for n in shown)], lines),
-        ]
-    parts += ["![steps per second by workers](steps.svg)", "![time to a target](target.svg)\n"]
+        header = ["method and graph", *(f"n = {n:,}" for n in shown)]
+        parts += [f"{network}:", table(folder / f"network-{number}.csv", [header, *lines])]
     return "\n\n".join(parts)
 
 

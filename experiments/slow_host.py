@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from experiments.compression_pays import HOSTS, MODEL
-from experiments.study import Outcome, Outcomes, grid, lines, study
+from experiments.study import Outcome, Outcomes, grid, lines, study, table
 from experiments.tuned_methods import METHODS as GOSSIP
 from experiments.tuned_methods import TOPICS_LSTM
 from powergossip.runner.runner import Experiment, Values
@@ -75,7 +75,7 @@ def _report(outcomes: Outcomes, values: Values, rate: str, folder: Path) -> str:
     def synchronous(outcome: Outcome) -> Outcome:
         return outcomes[outcome.runs[0].labels["method"], "synchronous"]
 
-    table = lines(
+    found = lines(
         outcomes,
         ["method", "gossip"],
         {
@@ -98,8 +98,8 @@ def _report(outcomes: Outcomes, values: Values, rate: str, folder: Path) -> str:
             "The last column is the mean time of the computation, which is to be smaller. The "
             f"target is the perplexity that all reach. Workers take "
             f"{values['num_epochs'] * values['max_steps_per_epoch']} steps on average.",
-            table,
-            "![perplexity against time](figure.svg)\n",
+            "![perplexity against time](figure.svg)",
+            table(folder / "table.csv", found),
         ]
     )
 

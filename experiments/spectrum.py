@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from experiments import tuned_methods
 from experiments.presets import preset
-from experiments.study import Outcomes, grid, study
-from powergossip.formatting import markdown
-from powergossip.runner.runner import Experiment, sentence_case
+from experiments.study import Outcomes, grid, study, table
+from powergossip.runner.runner import Experiment
 from powergossip.runs import figures
 from powergossip.runs.metrics import last_values, select_rows
 
@@ -111,12 +110,11 @@ def experiment(
             "singular value",
             log_y=True,
         )
-        tables = [
-            f"Workers {i} and {j}, epoch {epochs[-1]}:\n\n{markdown(header, lines[i, j])}"
-            for i, j in pairs
-        ]
-        figure = "![singular values by index](figure.svg)"
-        return "\n\n".join([sentence_case(title), *tables, figure]) + "\n"
+        parts = ["![singular values by index](figure.svg)"]
+        for i, j in pairs:
+            found = table(folder / f"workers-{i}-{j}.csv", [header, *lines[i, j]])
+            parts += [f"Workers {i} and {j}, epoch {epochs[-1]}:", found]
+        return "\n\n".join(parts)
 
     return study(title, cases, report)
 

@@ -4,7 +4,9 @@ A case is a combination of names, such as a method and a column of the table. It
 seed or, while settings are compared, for each setting.
 """
 
+import csv
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -13,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from experiments.emulated import EmulatedRun
 from powergossip.atomic_files import write_atomically
-from powergossip.formatting import markdown, spread
+from powergossip.formatting import spread
 from powergossip.runner.runner import Experiment, Results, Run, Values
 from powergossip.runs import figures
 from powergossip.runs.metrics import last_values
@@ -90,6 +92,11 @@ class Outcome:
 Outcomes = Mapping[Case, Outcome]
 Columns = Mapping[str, Callable[[Outcome], str]]  # header: cell
 Report = Callable[[Outcomes, Path], str]
+Table = list[list[str]]  # [line][cell], the header first
+
+# A number with a unit that may move to the header of its column.
+MEASURED = re.compile(r"(-?[\d.]+(?:e[+-]?\d+)?(?: ± [\d.]+)?) ?(%|×|ms|s|steps|[kM]?bit)")
+BITS = {"bit": 1.0, "kbit": 1e3, "Mbit": 1e6}
 
 
 def grid(
@@ -213,14 +220,39 @@ def score(rows: "DataFrame", measure: str, split: str) -> float:
     return float(value.iloc[0]) * (1 if measure == "accuracy" else -1)
 
 
+def table(file: Path, lines: Table) -> str:
+    """Write a table as CSV, with units in its header, and return its place on a page."""
+    columns = [_unit_in_header(list(column)) for column in zip(*lines, strict=True)]
+    with file.open("w", newline="") as opened:
+        csv.writer(opened, lineterminator="\n").writerows(zip(*columns, strict=True))
+    link = f"[{file.name}]({file.name})"
+    return f"```{{csv-table}}\n:file: {file.name}\n:header-rows: 1\n```\n\n{link}"
+
+
+def _unit_in_header(column: list[str]) -> list[str]:
+    """Move the unit of a column's numbers to its header if they have one: of bits the largest."""
+    header, *cells = column
+    found = [MEASURED.fullmatch(cell) for cell in cells]
+    units = {of[2] for of in found if of}
+    if not units or (len(units) > 1 and not units <= BITS.keys()):
+        return column
+    unit = max(units, key=lambda name: BITS.get(name, 1.0))
+
+    def number(of: re.Match[str]) -> str:
+        return of[1] if of[2] == unit else f"{float(of[1]) * BITS[of[2]] / BITS[unit]:.6g}"
+
+    texts = [number(of) if of else cell for of, cell in zip(found, cells, strict=True)]
+    return [f"{header} ({unit})", *texts]
+
+
 def lines(
     outcomes: Outcomes,
     names: Sequence[str],
     columns: Columns,
     settings: Columns | None = None,
     diverged: Callable[[Outcome], str] = lambda outcome: "",
-) -> str:
-    """Return a Markdown table with a line for each case.
+) -> Table:
+    """Return a table with a line for each case.
 
     Args:
         names: Headers of the names in a case.
@@ -229,14 +261,14 @@ def lines(
         diverged: Text in place of the measured columns, unless "".
     """
     settings = settings or {}
-    table = []
+    found = [[*names, *columns, *settings]]
     for case, outcome in outcomes.items():
         text = diverged(outcome)
         measured = [text] + [""] * (len(columns) - 1)
         if not text:
             measured = [cell(outcome) for cell in columns.values()]
-        table.append([*case, *measured, *(cell(outcome) for cell in settings.values())])
-    return markdown([*names, *columns, *settings], table)
+        found.append([*case, *measured, *(cell(outcome) for cell in settings.values())])
+    return found
 
 
 def crossed(
@@ -245,8 +277,8 @@ def crossed(
     cell: Callable[[Outcome], str],
     name: Callable[[Any], str] = str,
     column: Callable[[Any], str] = str,
-) -> str:
-    """Return a Markdown table of cases of two names, the line's and the column's.
+) -> Table:
+    """Return a table of cases of two names, the line's and the column's.
 
     Args:
         corner: Header of the first column.
@@ -254,10 +286,10 @@ def crossed(
         column: Text of a column's name.
     """
     rows, columns = (list(dict.fromkeys(names)) for names in zip(*outcomes, strict=True))
-    return markdown(
+    return [
         [corner, *map(column, columns)],
-        [[name(row), *(cell(outcomes[row, of]) for of in columns)] for row in rows],
-    )
+        *([name(row), *(cell(outcomes[row, of]) for of in columns)] for row in rows),
+    ]
 
 
 def measured_once(file: Path, measure: Callable[[], Any]) -> Any:

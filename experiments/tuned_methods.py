@@ -26,10 +26,11 @@ from experiments.study import (
     lines,
     quality,
     size,
+    table,
     tuned,
 )
 from powergossip.formatting import counted
-from powergossip.runner.runner import Experiment, Values, sentence_case
+from powergossip.runner.runner import Experiment, Values
 
 STEP = ("data", "gradient", "averaging", "communication", "update")  # phases of a step
 DIFFUSION_RATES = (1.0, 0.3, 0.1, 0.03, 0.01)
@@ -126,7 +127,7 @@ def experiment(
         lambda ranked: ranked[:TUNED],
         measure,
         SEEDS,
-        lambda outcomes, folder: compared(title, outcomes, folder, measure, note),
+        lambda outcomes, folder: compared(outcomes, folder, measure, note),
     )
 
 
@@ -140,7 +141,7 @@ def settings(of_method: Values, rates: Sequence[float]) -> list[Values]:
     return [dict(zip(axes, setting, strict=True)) for setting in product(*axes.values())]
 
 
-def compared(title: str, outcomes: Outcomes, folder: Path, measure: str, note: str) -> str:
+def compared(outcomes: Outcomes, folder: Path, measure: str, note: str) -> str:
     """Return the report on methods, D-PSGD among them: a table and a figure.
 
     The table has a column with the number of seeds if it is not the same for all methods, and one
@@ -157,7 +158,7 @@ def compared(title: str, outcomes: Outcomes, folder: Path, measure: str, note: s
         "γ": _diffusion_rate,
         **({"seeds": lambda o: str(len(o.runs))} if len(numbers) > 1 else {}),
     }
-    table = lines(
+    found = lines(
         outcomes,
         ["method"],
         columns,
@@ -165,11 +166,12 @@ def compared(title: str, outcomes: Outcomes, folder: Path, measure: str, note: s
     )
     seeds = counted(max(numbers), "seed") if len(numbers) == 1 else "the seeds"
     above = (
-        f"{sentence_case(title)}.\n\nMean ± standard deviation of {seeds}; "
+        f"Mean ± standard deviation of {seeds}; "
         f"{note} MB sent are those of one worker in a run."
         + (" The time is that of a run with evaluation." if timed else "")
     )
-    return f"{above}\n\n{table}\n\n![{measure} against megabytes](figure.svg)\n"
+    picture = f"![{measure} against megabytes](figure.svg)"
+    return "\n\n".join([above, picture, table(folder / "table.csv", found)])
 
 
 def listed(numbers: Sequence[float]) -> str:

@@ -4,19 +4,14 @@ Process 0 prints the host, device and threads of each process, the MPI library a
 CUDA-aware. Then the processes pass tensors around a ring and all-reduce tensors. The exit code is 1
 if a result is wrong, and 2 for bad arguments.
 
-Then the link between each pair of processes is measured. Option --quick skips this.
+Then one pair of processes after the other measures its link, while the others sleep: all pairs, or
+those of process 0 with more than 16 processes. Option --quick skips this.
 
     latency    half the round-trip time of 8 bytes: the median, in µs
     bandwidth  4 MiB divided by the time until the receiver's answer of 8 bytes: the median, in
-               MB/s (10^6 bytes per second). Slow links are measured with a smaller message: the
-               first of 64 KiB, 256 KiB and 1 MiB that takes longer than 0.05 s.
+               MB/s (10^6 bytes per second)
 
-With up to 16 processes, one pair measures while the others sleep. With more, many pairs measure
-concurrently to save time, in rounds in which each process is in one pair. Pairs of the same two
-hosts then share a link, and the table is not printed.
-
-With GPUs, transfers from GPU memory are measured, too: directly if MPI is CUDA-aware, and otherwise
-staged through pinned host memory, as in training.
+With GPUs and a CUDA-aware MPI, transfers from GPU memory are measured, too.
 
 The results show whether MPI uses the fast network. Orders of magnitude between hosts: 1 to 5 µs and
 10 to 50 GB/s for InfiniBand, 20 to 100 µs for TCP, with 0.1 GB/s on 1 Gbit/s and 1.1 GB/s on
@@ -48,31 +43,11 @@ from powergossip.formatting import counted, decimals, plain
 from powergossip.network import cuda_aware_mpi
 
 LENGTH = 100_000  # elements of a message: more than MPI libraries send along with the header
-
 SMALL, LARGE = 8, 4 * 2**20  # bytes: messages for latency and for bandwidth
-SIZES = [2**16, 2**18, 2**20, LARGE]  # bytes: tried in this order, until one takes SLOW
-SLOW = 0.05  # seconds
-ALONE = 16  # the largest number of processes for which one pair measures at a time
-CONTINUE, DONE = 1, 2  # tags: another message follows, or none
+TIMES = {SMALL: 100, LARGE: 4}  # measured messages of each size
+MOST = 16  # the largest number of processes for which all pairs are measured
 
-THREAD_LEVELS = {
-    MPI.THREAD_SINGLE: "single",
-    MPI.THREAD_FUNNELED: "funneled",
-    MPI.THREAD_SERIALIZED: "serialized",
-    MPI.THREAD_MULTIPLE: "multiple",
-}
-
-
-def local_device(local_rank: int) -> torch.device:
-    """The GPU of the process with this rank on its host, or the CPU."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", local_rank % torch.cuda.device_count())
-
-
-def device_name(device: torch.device) -> str:
-    """`cpu`, or `cuda:0 (name from the driver)`."""
-    return f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else "cpu"
+THREAD_LEVELS = ("single", "funneled", "serialized", "multiple")  # 0 to 3 in Open MPI and MPICH
 
 
 def content(rank: int, where: torch.device) -> torch.Tensor:
@@ -92,7 +67,7 @@ def check_ring(comm: MPI.Intracomm, where: torch.device) -> str | None:
     sent, received = content(comm.rank, where), torch.full_like(content(0, where), torch.nan)
     finish_kernels(where)
     MPI.Request.Waitall([comm.Irecv(received, source=left), comm.Isend(sent, dest=right)])
-    return difference("ring exchange", received, content(left, where), f" from process {left}")
+    return difference(received, content(left, where), f" from process {left}")
 
 
 def check_all_reduce(comm: MPI.Intracomm, where: torch.device) -> str | None:
@@ -102,20 +77,17 @@ def check_all_reduce(comm: MPI.Intracomm, where: torch.device) -> str | None:
     comm.Allreduce(MPI.IN_PLACE, total, op=MPI.SUM)
     # Σ_rank (rank + j) = n (n − 1) / 2 + n j, in float64 without rounding
     n = comm.size
-    expected = n * (n - 1) / 2 + n * content(0, where)
-    return difference("all-reduce", total, expected)
+    return difference(total, n * (n - 1) / 2 + n * content(0, where))
 
 
-def difference(
-    check_name: str, received: torch.Tensor, expected: torch.Tensor, source: str = ""
-) -> str | None:
+def difference(received: torch.Tensor, expected: torch.Tensor, source: str = "") -> str | None:
     """A sentence about the first element that differs, or None."""
     wrong = (received != expected).nonzero()
     if len(wrong) == 0:
         return None
     j = int(wrong[0])
     return (
-        f"{check_name}: {len(wrong)} of {len(expected)} numbers{source} are wrong; "
+        f"{len(wrong)} of {len(expected)} numbers{source} are wrong; "
         f"number {j} is {received[j].item()} instead of {expected[j].item()}"
     )
 
@@ -123,89 +95,26 @@ def difference(
 # --- Latency and bandwidth ------------------------------------------------------------------------
 
 Pair = tuple[int, int]  # ranks of two processes, ascending
-Speed = tuple[float, float]  # latency in seconds, bandwidth in bytes per second
+Speed = tuple[float, float]  # latency in µs, bandwidth in MB/s
 
 
-class Port:
-    """A process' buffer for messages of up to LARGE bytes, in a device's memory.
+def exchange(comm: MPI.Intracomm, memory: MPI.buffer, size: int, pair: Pair) -> float:
+    """Median time in seconds in which messages of `size` bytes are answered, by SMALL bytes.
 
-    Args:
-        staged: Whether messages are staged through host memory, pinned if the device is a GPU.
+    Called by both processes of a pair. The first one sends.
     """
-
-    def __init__(self, comm: MPI.Intracomm, where: torch.device, staged: bool):
-        self._comm, self._staged = comm, staged
-        self._content = torch.ones(LARGE, dtype=torch.uint8, device=where)
-        self._host = self._content
-        if staged:
-            self._host = torch.ones(LARGE, dtype=torch.uint8, pin_memory=where.type == "cuda")
-        finish_kernels(where)
-        # By address, since converting a tensor for each call costs more than a short message.
-        self._memory = MPI.buffer.fromaddress(self._host.data_ptr(), LARGE)
-
-    def send(self, size: int, to: int, tag: int) -> None:
-        """Send the first `size` bytes."""
-        if self._staged:
-            self._host[:size].copy_(self._content[:size])
-        self._comm.Send([self._memory, size, MPI.BYTE], dest=to, tag=tag)
-
-    def receive(self, source: int) -> int:
-        """Receive a message of any size, and return its tag."""
-        status = MPI.Status()
-        self._comm.Recv([self._memory, LARGE, MPI.BYTE], source=source, status=status)
-        if self._staged:
-            size = status.Get_count(MPI.BYTE)
-            self._content[:size].copy_(self._host[:size])
-            finish_kernels(self._content.device)
-        return status.tag
-
-    def exchange(self, size: int, other: int) -> float:
-        """Send `size` bytes and receive an answer of SMALL bytes: the elapsed time in seconds."""
+    first, other = comm.rank == pair[0], sum(pair) - comm.rank
+    times = []
+    for _ in range(1 + TIMES[size]):  # the first exchange sets up the connection
         start = time.perf_counter()
-        self.send(size, other, CONTINUE)
-        self.receive(other)
-        return time.perf_counter() - start
-
-    def answer(self, other: int) -> None:
-        """Answer each message with SMALL bytes, until a message with the tag DONE."""
-        while self.receive(other) == CONTINUE:
-            self.send(SMALL, other, CONTINUE)
-
-    def measure(self, other: int) -> Speed:
-        """Latency and bandwidth between this process and another one, which calls `answer`."""
-
-        def repeated(size: int, times: int, limit: float) -> float:
-            """Median time of `times` exchanges, or of those within a limit in seconds."""
-            seconds = [self.exchange(size, other)]
-            while len(seconds) < times and sum(seconds) < limit:
-                seconds.append(self.exchange(size, other))
-            return median(seconds)
-
-        repeated(SMALL, 10, limit=0.1)  # sets up the connection
-        latency = repeated(SMALL, 200, limit=0.1) / 2
-        # These exchanges also register the memory with the network card.
-        size = next((size for size in SIZES if self.exchange(size, other) > SLOW), LARGE)
-        bandwidth = size / repeated(size, 5, limit=4 * SLOW)
-        self.send(SMALL, other, DONE)
-        return latency, bandwidth
-
-
-def rounds(n: int) -> list[list[Pair]]:
-    """All pairs of n processes, in rounds. The pairs of a round measure concurrently.
-
-    Up to ALONE processes, a round is a single pair. Beyond, the circle method for tournaments gives
-    at most n rounds, in which every process is in one pair (one process is in none if n is odd).
-    """
-    if n <= ALONE:
-        return [[pair] for pair in combinations(range(n), 2)]
-    circle = n - 1 + n % 2  # processes in the circle; one more is in the middle, if n is even
-    middle = circle
-    found = []
-    for t in range(circle):
-        pairs = [((t + k) % circle, (t - k) % circle) for k in range(1, circle // 2 + 1)]
-        pairs += [(t, middle)] if middle < n else []
-        found.append([(min(pair), max(pair)) for pair in pairs])
-    return found
+        if first:
+            comm.Send([memory, size, MPI.BYTE], dest=other)
+            comm.Recv([memory, SMALL, MPI.BYTE], source=other)
+        else:
+            comm.Recv([memory, size, MPI.BYTE], source=other)
+            comm.Send([memory, SMALL, MPI.BYTE], dest=other)
+        times.append(time.perf_counter() - start)
+    return median(times[1:])
 
 
 def wait_asleep(comm: MPI.Intracomm) -> None:
@@ -215,46 +124,46 @@ def wait_asleep(comm: MPI.Intracomm) -> None:
         time.sleep(0.001)
 
 
-def measure_pairs(comm: MPI.Intracomm, where: torch.device, staged: bool) -> dict[Pair, Speed]:
-    """The speed of every pair, on process 0. Empty on the others."""
-    port = Port(comm, where, staged)
-    mine = {}
-    for pairs in rounds(comm.size):
+def measure_pairs(comm: MPI.Intracomm, where: torch.device) -> dict[Pair, Speed]:
+    """The speed of each pair, or of those with process 0, from the memory of a device."""
+    content = torch.full((LARGE,), comm.rank, dtype=torch.uint8, device=where)
+    finish_kernels(where)
+    # By address, since converting a tensor for each call costs more than a short message.
+    memory = MPI.buffer.fromaddress(content.data_ptr(), LARGE)
+    found: dict[Pair, Speed] = {}
+    for pair in combinations(range(comm.size), 2):
+        if comm.size > MOST and pair[0] > 0:
+            break
+        if comm.rank in pair:
+            latency = exchange(comm, memory, SMALL, pair) / 2
+            bandwidth = LARGE / exchange(comm, memory, LARGE, pair)
+            found[pair] = 1e6 * latency, bandwidth / 1e6
         wait_asleep(comm)
-        for a, b in pairs:
-            if comm.rank == a:
-                mine[a, b] = port.measure(b)
-            elif comm.rank == b:
-                port.answer(a)
-    wait_asleep(comm)
-    gathered = comm.gather(mine) or []
-    return {pair: speed for part in gathered for pair, speed in part.items()}
+        found[pair] = comm.bcast(found.get(pair), root=pair[0])
+    return found
 
 
 def speeds(found: dict[Pair, Speed], hosts: Sequence[str]) -> str:
-    """A report: the table of all pairs, medians and extremes, and the slowest pairs.
-
-    The table is for up to ALONE processes. Medians and extremes are given for pairs on one host and
-    for pairs on two hosts.
+    """A report: a line for each pair up to MOST processes, medians and extremes on a host and
+    between hosts, and the slowest pairs.
 
     Args:
         hosts: Name of the host of each rank.
     """
-    found = {pair: (1e6 * latency, bandwidth / 1e6) for pair, (latency, bandwidth) in found.items()}
-    lines = [speed_table(found, len(hosts))] if len(hosts) <= ALONE else []
-    within = {pair: speed for pair, speed in found.items() if hosts[pair[0]] == hosts[pair[1]]}
-    between = {pair: speed for pair, speed in found.items() if pair not in within}
-    for name, some in (("on a host", within), ("between hosts", between)):
-        if some:
-            latencies, bandwidths = zip(*some.values(), strict=True)
-            lines.append(
-                f"{name} ({counted(len(some), 'pair')}): {median_and_range(latencies)} µs, "
-                f"{median_and_range(bandwidths)} MB/s"
-            )
 
     def named(pair: Pair) -> str:
         return " and ".join(f"{process} ({hosts[process]})" for process in pair)
 
+    lines = []
+    if len(hosts) <= MOST:
+        rows = [(f"{a}, {b}", *map(three_digits, speed)) for (a, b), speed in found.items()]
+        lines.append(plain([("processes", "µs", "MB/s"), *rows]))
+    for name, together in (("on a host", True), ("between hosts", False)):
+        some = [found[a, b] for a, b in found if (hosts[a] == hosts[b]) == together]
+        if some:
+            latencies, bandwidths = map(median_and_range, zip(*some, strict=True))
+            pairs = counted(len(some), "pair")
+            lines.append(f"{name} ({pairs}): {latencies} µs, {bandwidths} MB/s")
     late = max(found, key=lambda pair: found[pair][0])
     narrow = min(found, key=lambda pair: found[pair][1])
     lines.append(
@@ -262,19 +171,6 @@ def speeds(found: dict[Pair, Speed], hosts: Sequence[str]) -> str:
         f"{three_digits(found[narrow][1])} MB/s between {named(narrow)}"
     )
     return "\n".join(lines)
-
-
-def speed_table(found: dict[Pair, Speed], n: int) -> str:
-    """Microseconds above the diagonal, MB/s below it."""
-
-    def cell(row: int, column: int) -> str:
-        if row == column:
-            return "-"
-        return three_digits(found[min(row, column), max(row, column)][int(row > column)])
-
-    ranks = [str(process) for process in range(n)]
-    rows = [[rank, *(cell(row, column) for column in range(n))] for row, rank in enumerate(ranks)]
-    return plain([["", *ranks], *rows])
 
 
 def median_and_range(values: Sequence[float]) -> str:
@@ -302,18 +198,14 @@ def main(arguments: Sequence[str] = ()) -> None:
     if comm.size == 1 and "TORCHELASTIC_RUN_ID" in os.environ:
         raise BadInput("this checks MPI, which torchrun does not start; start it with mpirun")
 
-    on_this_host = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    device = local_device(on_this_host.rank)
-    cores = len(os.sched_getaffinity(0))
-
-    row = (
-        str(comm.rank),
-        socket.gethostname(),
-        device_name(device),
-        str(max(1, cores // on_this_host.size)),
-        THREAD_LEVELS[MPI.Query_thread()],
-    )
-    rows = comm.allgather(row)
+    local = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    device, name = torch.device("cpu"), "cpu"
+    if torch.cuda.is_available():
+        device = torch.device("cuda", local.rank % torch.cuda.device_count())
+        name = f"{device} ({torch.cuda.get_device_name(device)})"
+    threads = str(max(1, len(os.sched_getaffinity(0)) // local.size))
+    level = THREAD_LEVELS[MPI.Query_thread()]
+    rows = comm.allgather((str(comm.rank), socket.gethostname(), name, threads, level))
     hosts = [row[1] for row in rows]
     aware = cuda_aware_mpi()
     if comm.rank == 0:
@@ -325,56 +217,34 @@ def main(arguments: Sequence[str] = ()) -> None:
         print(f"CUDA-aware: {({True: 'yes', False: 'no', None: 'unknown'})[aware]}")
 
     # GPU memory is passed only to an MPI that reports to be CUDA-aware.
-    where = device if aware else torch.device("cpu")
-    failed = not check(comm, where)
-    if not failed and not quick and comm.size > 1:
-        report_speeds(comm, device, aware is True, hosts)
-    if comm.rank == 0 and not failed:
+    check(comm, device if aware else torch.device("cpu"))
+    with_gpus = aware and all(row[2] != "cpu" for row in rows)
+    memories = [torch.device("cpu"), *([device] if with_gpus else [])]
+    for where in memories if comm.size > 1 and not quick else []:
+        found = measure_pairs(comm, where)
+        if comm.rank == 0:
+            title = f"{where.type.upper()} memory: µs for 8 bytes, MB/s for 4 MiB"
+            print(f"\n{title}\n{speeds(found, hosts)}\n", flush=True)
+    if comm.rank == 0:
         everyone = counted(comm.size, "process", "processes")
         print(f"MPI works: {everyone} on {counted(len(set(hosts)), 'host')}")
-    if failed:
-        sys.exit(1)
 
 
-def check(comm: MPI.Intracomm, where: torch.device) -> bool:
-    """Whether all checks pass, the same on all processes. Process 0 prints the errors."""
-    checks = {"ring exchange": check_ring, "all-reduce": check_all_reduce}
+def check(comm: MPI.Intracomm, where: torch.device) -> None:
+    """Exit with code 1 in all processes if a check fails. Process 0 prints the errors."""
     everyone = counted(comm.size, "process", "processes")
     failed = False
-    for name, run in checks.items():
+    for name, run in (("ring exchange", check_ring), ("all-reduce", check_all_reduce)):
         problems = comm.allgather(run(comm, where))
-        wrong = {rank: problem for rank, problem in enumerate(problems) if problem}
-        failed |= bool(wrong)
+        failed |= any(problems)
         if comm.rank == 0:
-            for rank, problem in wrong.items():
-                print(f"process {rank}: {problem}", file=sys.stderr)
-            if not wrong:
+            for rank, problem in enumerate(problems):
+                if problem:
+                    print(f"process {rank}: {name}: {problem}", file=sys.stderr)
+            if not any(problems):
                 print(f"{name}: correct in {everyone} ({where.type} memory)")
-    return not failed
-
-
-def report_speeds(
-    comm: MPI.Intracomm, device: torch.device, aware: bool, hosts: Sequence[str]
-) -> None:
-    """Measure all pairs, in CPU memory and in the memory of GPUs. Process 0 prints the report."""
-    legend = "above the diagonal µs for 8 bytes, below it MB/s for 4 MiB"
-    if comm.size > ALONE:
-        legend = "µs for 8 bytes, MB/s for 4 MiB, many pairs at the same time"
-
-    def report(title: str, where: torch.device, staged: bool) -> None:
-        found = measure_pairs(comm, where, staged)
-        if comm.rank == 0:
-            print(f"\n{title}: {legend}\n{speeds(found, hosts)}", flush=True)
-
-    report("CPU memory", torch.device("cpu"), staged=False)
-    without = [rank for rank, kind in enumerate(comm.allgather(device.type)) if kind != "cuda"]
-    if not without:
-        way = "directly" if aware else "through pinned host memory, as MPI is not CUDA-aware"
-        report(f"GPU memory, {way}", device, staged=not aware)
-    elif comm.rank == 0 and len(without) < comm.size:
-        print(f"\nGPU memory: not measured, process {without[0]} has no GPU")
-    if comm.rank == 0:
-        print()
+    if failed:
+        sys.exit(1)
 
 
 def command() -> None:

@@ -1,7 +1,7 @@
 """PyTorch's own PowerSGD: the communication hooks of DistributedDataParallel (DDP).
 
 One worker a process. PyTorch averages the gradients while the backward pass runs. The hooks and
-their mathematics are PyTorch's, apart from directions of zeros (see `rebuilt`). This module
+their mathematics are PyTorch's, apart from directions of zeros (see `orthogonalize`). This module
 supplies the processes of MPI, the flat memory of Parameters and checkpoints, and counts bits.
 `HOOKS` are the names users choose from.
 
@@ -18,8 +18,8 @@ Axes: worker (hosted here: one); D parameters of a worker; n workers.
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from math import ceil, prod, sqrt
-from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -63,23 +63,16 @@ def batched_sizes(state: PowerSGDState, bucket: dist.GradBucket) -> list[int]:
     return [side * state.matrix_approximation_rank] * 2
 
 
-def rebuilt(hook: Hook, epsilon: float) -> Hook:
-    """PyTorch's hook with another orthogonalization, `_orthogonalize` with this epsilon.
+_of_torch = powersgd_of_torch._orthogonalize
 
-    Up to version 2.13 PyTorch's batched hook raises AssertionError: since
+
+def orthogonalize(epsilon: float, matrices: Tensor, _: float = 0) -> None:
+    """PyTorch's orthogonalization of columns, in place, also for a single matrix.
+
+    It takes the place of PyTorch's function, which its hooks find in their module. Up to version
+    2.13 the batched hook would raise AssertionError: since
     github.com/pytorch/pytorch/pull/75157 it gives a single matrix to a function that takes batches
     only. It also ignores PowerSGDState.orthogonalization_epsilon.
-    """
-
-    def orthogonalize(matrices: Tensor, _: float = 0) -> None:
-        _orthogonalize(matrices, epsilon)
-
-    rebound = {**vars(powersgd_of_torch), "_orthogonalize": orthogonalize}
-    return FunctionType(hook.__code__, rebound)
-
-
-def _orthogonalize(matrices: Tensor, epsilon: float) -> None:
-    """PyTorch's orthogonalization of columns, in place, also for a single matrix.
 
     With epsilon > 0, a column of zeros, such as that of a gradient of zeros, is replaced by a fixed
     random one. PyTorch leaves it at zero at rank 1 and 2, where with warm start it would stay zero
@@ -90,7 +83,7 @@ def _orthogonalize(matrices: Tensor, epsilon: float) -> None:
     if epsilon > 0 and zero.any():
         random = torch.randn(batch.shape[1:], generator=torch.Generator().manual_seed(0))
         batch.copy_(torch.where(zero, random.to(batch), batch))
-    powersgd_of_torch._orthogonalize(batch, epsilon)
+    _of_torch(batch, epsilon)
 
 
 # The names that users choose from: `optimizer` in train.py.
@@ -275,8 +268,9 @@ class DDPHook:
             accepted = f"{side} or less, the side of DDP's smallest bucket as a square matrix"
             checks.check("rank", rank, rank <= side, accepted)
         self._network, self._parameters, self._update = network, parameters, update
-        of_torch, self._sizes = HOOKS[hook]
-        self._hook = rebuilt(of_torch, orthogonalization_epsilon)
+        self._hook, self._sizes = HOOKS[hook]
+        # The newest rule's epsilon: a process trains with one.
+        powersgd_of_torch._orthogonalize = partial(orthogonalize, orthogonalization_epsilon)
         self._bucket_cap_mb = bucket_cap_mb
         self._correct = Correction(parameters, weight_decay, clip)
         self.state = PowerSGDState(

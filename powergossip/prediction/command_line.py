@@ -24,6 +24,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from powergossip import checks, command_line, formatting, reading
@@ -31,7 +32,8 @@ from powergossip.errors import BadInput
 
 if TYPE_CHECKING:
     from powergossip.parameters import Layout
-    from powergossip.prediction.model import Cluster
+    from powergossip.prediction.consensus import Consensus
+    from powergossip.prediction.model import Cluster, Step
     from powergossip.prediction.traffic import PredictedMethod
     from powergossip.topologies import Topology
 
@@ -82,12 +84,29 @@ class Line:
     method: str
     graph: str
     fidelity: int
-    seconds: float
-    waiting: float  # seconds in which the worker waits for messages
-    sent: float  # bytes
-    messages: float
-    contraction: float
-    rounds: float
+    step: "Step"
+    speed: "Consensus"
+
+    @property
+    def name(self) -> str:
+        return f"{self.method} on {self.graph}" if self.graph else self.method
+
+    @property
+    def cells(self) -> list[str]:
+        seconds, waiting = self.step.seconds, self.step.seconds - self.step.compute
+        return [
+            self.method,
+            self.graph or "none",
+            f"{self.step.sent / 1e3:.4g}",
+            f"{self.step.messages:.4g}",
+            _time(seconds),
+            f"{1 / seconds:.3g}" if seconds else "inf",
+            f"{waiting / seconds:.0%}" if seconds else "0%",
+            f"{self.speed.rounds:.3g}".replace("nan", "?"),
+        ]
+
+
+HEADER = ["method", "graph", "kB sent", "messages", "step", "steps/s", "waiting", "rounds"]
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -109,12 +128,17 @@ def _predict(options: argparse.Namespace) -> None:
     per_message = duration("--message-cpu", options.message_cpu)
     per_byte = duration("--byte-cpu", options.byte_cpu)
 
+    from powergossip import topologies
     from powergossip.network import torch_kept
     from powergossip.prediction import model, shapes
 
     cluster = model.Cluster(hosts, bits, latency, cores, per_message=per_message, per_byte=per_byte)
-    layout, methods = shapes.layout(options.model), _methods(options.method)
-    graphs = _graphs(options.topology or GRAPHS, n)
+    layout, methods, graphs = shapes.layout(options.model), _methods(options.method), {}
+    for name in options.topology or GRAPHS:
+        try:
+            graphs[name] = topologies.make(name, n)
+        except ValueError as error:
+            raise BadInput(f"--topology {name}: {error}") from error
     with torch_kept():
         lines = _lines(methods, graphs, layout, cluster, gradient, not options.no_measure)
     if not lines:
@@ -122,25 +146,14 @@ def _predict(options: argparse.Namespace) -> None:
                        "undirected graph such as ring")  # fmt: skip
     place = f"{n} workers on {hosts} hosts, links of {options.rate}, latency {options.latency}"
     described = f"{options.model}: {shapes.described(layout)}"
-    print(f"{described}. {place}, gradient {options.compute}.\n\n{_table(lines)}")
-    print(f"\n{recommendation(lines)}")
+    table = formatting.plain([HEADER, *(line.cells for line in lines)])
+    print(
+        f"{described}. {place}, gradient {options.compute}.\n\n{table}\n\n{recommendation(lines)}"
+    )
     print("Rounds are those of plain gossip. Compressed methods need more. Accuracy and the number "
           "of steps to a target are not predicted.")  # fmt: skip
     if not gradient:
         print("note: a gradient takes no time here; give --compute", file=sys.stderr)
-
-
-def _graphs(names: Sequence[str], n: int) -> "dict[str, Topology]":
-    """The graphs of n workers. Raises BadInput."""
-    from powergossip import topologies
-
-    graphs = {}
-    for name in names:
-        try:
-            graphs[name] = topologies.make(name, n)
-        except ValueError as error:
-            raise BadInput(f"--topology {name}: {error}") from error
-    return graphs
 
 
 def _lines(
@@ -155,54 +168,32 @@ def _lines(
     import torch
 
     from powergossip.prediction import model, traffic
-    from powergossip.prediction.consensus import AT_ONCE, Consensus, consensus
+    from powergossip.prediction.consensus import AT_ONCE, consensus
 
     torch.set_num_threads(1)  # a worker has one core
-    speeds: dict[str, Consensus] = {}
-    lines = []
+    speed, lines = cache(consensus), []
     for fidelity, (label, method) in enumerate(methods.items()):
         try:
-            parts = method.layouts(layout)
-            sent = [traffic.count(method, part) for part in parts]
+            parts = [(part, traffic.count(method, part)) for part in method.layouts(layout)]
         except ValueError as error:
             raise BadInput(f"--method {label}: {error}") from error
-        cpu = [
-            traffic.cpu_seconds(method, part, SECONDS) if measured else (0.0, 0.0) for part in parts
-        ]
-        for graph, topology in graphs.items():
-            if method.gossips:
-                if method.rejects(topology):
-                    continue
-                speed = speeds[graph] = speeds.get(graph) or consensus(topology)
-            else:
-                speed = AT_ONCE
-            steps = [
-                model.step(
-                    of_part,
-                    topology,
-                    cluster,
-                    model.Compute(gradient, *of_cpu),
-                    method.overlaps,
-                    method.interval,
-                )
-                for of_part, of_cpu in zip(sent, cpu, strict=True)
-            ]
-            step = model.mean(steps)
-            lines.append(
-                Line(
-                    label,
-                    graph if method.gossips else "",
-                    fidelity,
-                    step.seconds,
-                    step.seconds - step.compute,
-                    step.sent,
-                    step.messages,
-                    speed.contraction,
-                    speed.rounds,
-                )
+        computes = [
+            model.Compute(
+                gradient, *(traffic.cpu_seconds(method, part, SECONDS) if measured else (0.0, 0.0))
             )
-            if not method.gossips:  # the graph makes no difference
-                break
+            for part, _ in parts
+        ]
+        if method.gossips:
+            used = {name: graph for name, graph in graphs.items() if not method.rejects(graph)}
+        else:  # the graph makes no difference
+            used = {"": next(iter(graphs.values()))}
+        for name, graph in used.items():
+            steps = [
+                model.step(sent, graph, cluster, compute, method.overlaps, method.interval)
+                for (_, sent), compute in zip(parts, computes, strict=True)
+            ]
+            of_graph = speed(graph) if method.gossips else AT_ONCE
+            lines.append(Line(label, name, fidelity, model.mean(steps), of_graph))
     return lines
 
 
@@ -212,49 +203,26 @@ def recommendation(lines: Sequence[Line]) -> str:
     Of the combinations whose step takes at most 1.25 times the fastest one, it is that with the
     fewest rounds of gossip. Of equals, it is the method of highest fidelity, then the faster step.
     """
-    fastest = min(lines, key=lambda line: line.seconds)
-    near = [line for line in lines if line.seconds <= TOLERANCE * fastest.seconds]
-    best = min(near, key=lambda line: (_known(line.rounds), line.fidelity, line.seconds))
-    reason = (
-        f"its step of {_time(best.seconds)} is the fastest"
-        if best is fastest
-        else f"its step of {_time(best.seconds)} is at most {TOLERANCE:g} times the fastest, "
-        f"{_name(fastest)} with {_time(fastest.seconds)}"
-    )
-    agreement = (
-        "workers agree after each step" if best.rounds == 1
-        else f"the graph brings workers together tenfold in {best.rounds:.3g} rounds, the fewest "
+
+    def order(line: Line) -> tuple[float, int, float]:
+        rounds = math.inf if math.isnan(line.speed.rounds) else line.speed.rounds
+        return rounds, line.fidelity, line.step.seconds
+
+    fastest = min(lines, key=lambda line: line.step.seconds)
+    near = (line for line in lines if line.step.seconds <= TOLERANCE * fastest.step.seconds)
+    best = min(near, key=order)
+    reason = "the fastest" if best is fastest else (
+        f"at most {TOLERANCE:g} times the fastest, {fastest.name} with "
+        f"{_time(fastest.step.seconds)}"
+    )  # fmt: skip
+    agreement = "workers agree after each step" if best.speed.rounds == 1 else (
+        f"the graph brings workers together tenfold in {best.speed.rounds:.3g} rounds, the fewest "
         "among steps as fast"
     )  # fmt: skip
-    return f"Recommended: {_name(best)}, since {reason}, and {agreement}."
-
-
-def _known(rounds: float) -> float:
-    return math.inf if math.isnan(rounds) else rounds
-
-
-def _name(line: Line) -> str:
-    return f"{line.method} on {line.graph}" if line.graph else line.method
-
-
-def _table(lines: Sequence[Line]) -> str:
-    header = ["method", "graph", "kB sent", "messages", "step", "steps/s", "waiting",
-              "contraction", "rounds"]  # fmt: skip
-    rows = [
-        [
-            line.method,
-            line.graph or "none",
-            f"{line.sent / 1e3:.4g}",
-            f"{line.messages:.4g}",
-            _time(line.seconds),
-            f"{1 / line.seconds:.3g}" if line.seconds else "inf",
-            f"{line.waiting / line.seconds:.0%}" if line.seconds else "0%",
-            "?" if math.isnan(line.contraction) else f"{line.contraction:.4g}",
-            "?" if math.isnan(line.rounds) else f"{line.rounds:.3g}",
-        ]
-        for line in lines
-    ]
-    return formatting.plain([header, *rows])
+    return (
+        f"Recommended: {best.name}, since its step of {_time(best.step.seconds)} is {reason}, and "
+        f"{agreement}."
+    )
 
 
 def _time(seconds: float) -> str:
@@ -267,16 +235,13 @@ def _methods(given: Sequence[str]) -> "Mapping[str, PredictedMethod]":
     from powergossip.algorithms import aggregation
     from powergossip.prediction.traffic import METHODS, PredictedMethod
 
-    if not given:
-        return METHODS
     found = {}
-    for text in given:
+    for text in given or METHODS:
         if text in METHODS:
             found[text] = METHODS[text]
             continue
         name, _, rest = text.partition(":")
-        names = [*algorithms.AVERAGING, *aggregation.AGGREGATIONS]
-        checks.one_of("--method", name, names)
+        checks.one_of("--method", name, [*algorithms.AVERAGING, *aggregation.AGGREGATIONS])
         options: dict[str, Any] = {}
         for pair in filter(None, rest.split(",")):
             key, equals, value = pair.partition("=")

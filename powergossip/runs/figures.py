@@ -239,12 +239,8 @@ def curves(
     y: str,
     log_x: bool = False,
     log_y: bool = False,
-    columns: int | None = None,
 ) -> None:
     """Draw panels side by side, {title: {label: (xs, ys)}}, with the same legend and axis labels.
-
-    Args:
-        columns: Number of panels in a row. None: all panels are in one row.
 
     Raises:
         ValueError: If there is nothing to draw.
@@ -264,7 +260,6 @@ def curves(
         {title: partial(draw, lines) if lines else None for title, lines in panels.items()},
         {title: (title, x, y) for title in panels},
         width=7.0 if len(panels) == 1 else 4.2,
-        columns=columns,
     )
 
 
@@ -332,12 +327,12 @@ def _draw(
     panels: "Mapping[str, Callable[[Axes], None] | None]",
     labels: Mapping[str, tuple[str, str, str]] = _LABELS,
     width: float = 4.2,  # inches, of a panel
-    columns: int | None = None,  # of panels, None: one for each
 ) -> None:
     """Draw the panels that are not None side by side, with a legend below, and write the file."""
     from math import ceil
     from textwrap import fill
 
+    from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -347,14 +342,11 @@ def _draw(
     if not drawn:
         raise ValueError(f"nothing to draw in {path}: none of its rows is there")
     layout = ConstrainedLayoutEngine(wspace=0.06)
-    across = min(len(drawn), columns or len(drawn))
-    down = ceil(len(drawn) / across)
-    figure = Figure(figsize=(0.6 + width * across, 0.6 + 3.3 * down), layout=layout)
+    across = len(drawn)
+    figure = Figure(figsize=(0.6 + width * across, 3.9), layout=layout)
     FigureCanvasAgg(figure)
-    all_axes = figure.subplots(down, across, squeeze=False).ravel()
-    for axes in all_axes[len(drawn) :]:
-        axes.remove()
-    for axes, (panel, draw) in zip(all_axes, drawn.items(), strict=False):
+    all_axes = figure.subplots(1, across, squeeze=False).ravel()
+    for axes, (panel, draw) in zip(all_axes, drawn.items(), strict=True):
         title, x, y = labels[panel]
         axes.set_title(title, fontsize=11)
         axes.set_xlabel(x)
@@ -371,7 +363,7 @@ def _draw(
             first, last = axes.dataLim.intervalx
             if 0 <= last - first < 0.5:  # −∞ without lines
                 axes.set_xlim(first - 0.5, last + 0.5)
-    legends = [axes.get_legend_handles_labels() for axes in all_axes[: len(drawn)]]
+    legends = [axes.get_legend_handles_labels() for axes in all_axes]
     lines, names = max(legends, key=lambda found: len(found[1]))  # lines may be absent in a panel
     longest = 6 + max(map(len, names), default=0)  # characters, with the line before the name
     fitting = int(12 * (0.6 + width * across) / longest)  # about 12 characters in an inch
@@ -379,7 +371,8 @@ def _draw(
     figure.legend(lines, names, loc="outside lower center", ncols=beside, frameon=False)
     more = max(0, ceil(len(names) / beside) - 4)  # rows of a long legend, 0.2 inches each
     figure.set_figheight(figure.get_figheight() + 0.2 * more)
-    figure.savefig(path, dpi=150)
+    with rc_context({"svg.fonttype": "none"}):  # text stays text
+        figure.savefig(path, dpi=150)
 
 
 def _label_decades(axis: "Axis") -> None:

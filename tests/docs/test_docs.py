@@ -26,7 +26,8 @@ PAGES = sorted(
     for path in DOCS.rglob("*.md")
     if not {"_build", "_generated", "_tutorials", "results"} & set(path.relative_to(DOCS).parts)
 )
-TEXTS = [*PAGES, launch.ROOT / "README.md", launch.ROOT / "CONTRIBUTING.md"]
+RESULTS = launch.ROOT / "RESULTS.md"
+TEXTS = [*PAGES, RESULTS, launch.ROOT / "README.md", launch.ROOT / "CONTRIBUTING.md"]
 
 
 def name(path: Path) -> str:
@@ -82,9 +83,18 @@ def test_keys_in_the_text_exist() -> None:
 # --- Facts ---------------------------------------------------------------------------------------
 
 
+def report(name: str) -> str:
+    """The page of an experiment, and its tables."""
+    folder = DOCS / "results" / name
+    return "\n".join(p.read_text() for p in [folder / "report.md", *folder.glob("*.csv")])
+
+
+PUBLISHED_NAMES = sorted(p.parent.name for p in DOCS.glob("results/*/report.md"))
+
+
 def test_measured_numbers_are_those_of_a_report() -> None:
     """Every mean with a standard deviation, and the whole table with its bits."""
-    reports = "\n".join(p.read_text() for p in (DOCS / "results").glob("*/report.md"))
+    reports = "\n".join(map(report, PUBLISHED_NAMES))
     entries = submissions.read_all([submissions.OF_LIBRARY])
     reports += "".join(benchmark_page.text(entries, tier, None, None) for tier in TIERS)
     for page in TEXTS:
@@ -99,8 +109,8 @@ def test_numbers_of_a_paragraph_are_those_of_the_reports_that_it_links() -> None
         text = re.sub(r":\n\n\|", ":\n|", page.read_text())
         for paragraph in re.split(r"\n\s*\n|\n(?=- |\d\. )", text):
             links = re.findall(r"results/(\w+)/report\.md", paragraph)
-            reports = [(DOCS / "results" / link / "report.md").read_text() for link in links]
-            measured = [float(x) for report in reports for x in re.findall(r"\d+\.\d+", report)]
+            reports = "\n".join(map(report, links))
+            measured = [float(number) for number in re.findall(r"\d+\.\d+", reports)]
             for number in re.findall(r"(?<![\w.])\d\d+\.\d+", paragraph if links else ""):
                 decimals = len(number.split(".")[1])
                 rounded = {f"{x:.{decimals}f}" for x in measured}
@@ -145,9 +155,13 @@ def test_mebibytes_beside_the_published_ones_are_those_of_the_costs(tmp_path: Pa
         assert f"| {name} | {both[0]:.2f} | {both[1]:.2f} |" in PUBLISHED, (name, both)
 
 
-def test_every_report_is_on_the_page_of_results() -> None:
-    listed = re.findall(r"<results/(\w+)/report>$", (DOCS / "results.md").read_text(), re.M)
-    assert sorted(listed) == sorted(p.parent.name for p in (DOCS / "results").glob("*/report.md"))
+def test_every_report_is_in_the_results_and_has_its_tables_and_at_most_one_picture() -> None:
+    listed = re.findall(r"^- \[.*?\]\(docs/results/(\w+)/report\.md\)", RESULTS.read_text(), re.M)
+    assert sorted(listed) == PUBLISHED_NAMES
+    for folder in map((DOCS / "results").joinpath, PUBLISHED_NAMES):
+        linked = re.findall(r"\]\((\S+\.(?:csv|svg))\)", (folder / "report.md").read_text())
+        assert sorted([*linked, "report.md"]) == sorted(p.name for p in folder.iterdir())
+        assert sum(file.endswith(".svg") for file in linked) <= 1
 
 
 def test_files_that_pages_link_exist() -> None:

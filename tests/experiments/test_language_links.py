@@ -1,5 +1,6 @@
 """The experiment with a language model on slow links, from rows to the tables."""
 
+import csv
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +45,9 @@ def test_from_rows_to_the_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     averaging = dict.fromkeys(CHOSEN, (0.0, 0.0))
     monkeypatch.setattr(language_links, "averaging_seconds", lambda *_: averaging)
     text = language_links.experiment().report(results, tmp_path)
-    lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
     n = len(CHOSEN)
-    steps, times = lines[2 : 2 + n], lines[4 + n :]
+    files = (tmp_path / "steps.csv", tmp_path / "seconds.csv")
+    steps, times = (list(csv.reader(file.open()))[1:] for file in files)
     assert "Seconds to 3.00 bits per byte" in text
     for i, (step, time) in enumerate(zip(steps, times, strict=True), 1):
         assert [cell.split(" (")[0] for cell in step[1:]] == ["100", "200", "300"]

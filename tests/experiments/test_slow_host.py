@@ -1,5 +1,6 @@
 """The experiment with a slow host, from rows to the table, and gradients of given lengths."""
 
+import csv
 import time
 from pathlib import Path
 from typing import Any
@@ -36,17 +37,16 @@ def results(run: Run) -> pd.DataFrame:
 
 @pytest.mark.long
 def test_from_rows_to_the_table(tmp_path: Path) -> None:
-    text = slow_host.experiment().report(results, tmp_path)
-    lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
-    rows = lines[2:]
+    slow_host.experiment().report(results, tmp_path)
+    rows = list(csv.reader((tmp_path / "table.csv").open()))[1:]
     assert len(rows) == 2 * 3
     for row in rows:
         step = FIRST[row[1]]
         assert float(row[2]) == pytest.approx(1 / step)
-        assert float(row[3].rstrip("×")) == pytest.approx(0.2 / step)
-        assert float(row[4].rstrip(" s")) == pytest.approx(6 * 40 * step)  # all evaluations
+        assert float(row[3]) == pytest.approx(0.2 / step)
+        assert float(row[4]) == pytest.approx(6 * 40 * step)  # all evaluations
         assert float(row[6]) == 32
-        assert row[7] == "10 ms"
+        assert row[7] == "10"
     assert "asynchronous" in (tmp_path / "figure.svg").read_text()
 
 

@@ -18,7 +18,16 @@ from powergossip import prediction, topologies
 from powergossip.errors import BadInput
 from powergossip.network import Network
 from powergossip.parameters import Layout
-from powergossip.prediction import METHODS, Cluster, Compute, Phase, PredictedMethod, Traffic
+from powergossip.prediction import (
+    METHODS,
+    Cluster,
+    Compute,
+    Consensus,
+    Phase,
+    PredictedMethod,
+    Step,
+    Traffic,
+)
 from powergossip.prediction import command_line as program
 from powergossip.prediction import traffic as of_traffic
 from powergossip.runner.runner import Run
@@ -284,7 +293,8 @@ QUICK = ["--workers", "8", "--model", "30x20,20", "--no-measure", "--compute", "
 
 
 def line(method: str, rounds: float, fidelity: int, took: float) -> program.Line:
-    return program.Line(method, "ring", fidelity, took, 0.0, 0.0, 0.0, 0.5, rounds)
+    step = Step(seconds=took, compute=0.0, communication=0.0, sent=0.0, messages=0.0)
+    return program.Line(method, "ring", fidelity, step, Consensus(0.5, rounds))
 
 
 def test_the_table_has_each_method_on_each_graph(capsys: pytest.CaptureFixture[str]) -> None:
@@ -349,7 +359,7 @@ def test_measured_and_predicted_from_rows_to_tables(
 
     text = experiment.experiment().report(results, tmp_path)
     cases = len(experiment.METHODS) * len(experiment.PLACES)
-    assert text.count(", 1.00)") == cases
+    assert (tmp_path / "steps.csv").read_text().count(", 1.00)") == cases
     assert f"{size:,} parameters" in text
 
 
