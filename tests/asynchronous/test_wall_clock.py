@@ -59,11 +59,23 @@ def own_rows(run: Trainer, whole: Trainer) -> torch.Tensor:
     return whole.parameters.x[list(run.network.workers)]
 
 
+OTHERS: dict[str, dict[str, Any]] = {
+    "normalized": {"optimizer": "choco", "learning": "gt-nsgd"},
+    "copies": {"optimizer": "choco", "learning": "motef"},
+    "adam": {"optimizer": "dpsgd", "learning": "quasi-global-momentum"}
+    | {"local_optimizer": "adamw"},
+    "corrections": {"optimizer": "dpsgd", "learning": "k-gt", "local_steps": 2},
+    "momenta": {"optimizer": "power-gossip", "learning": "momentum-tracking"},
+    "outer": {"optimizer": "choco", "learning": "gasloc", "local_steps": 2},
+    "pull": {"optimizer": "dpsgd", "learning": "noloco"},
+}
+
+
 @pytest.mark.parallel([2, 4])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [*METHODS, *OTHERS])
 def test_synchronous_exchanges_have_the_bits_of_the_virtual_clock(method, with_ulfm, monkeypatch):
     monkeypatch.setattr(wall_clock.WallClock, "find_late", lambda *_: None)
-    values = {**TINY, **METHODS[method]}
+    values = {**TINY, **{**METHODS, **OTHERS}[method]}
     run, rows = trained(**values, **SURVIVING)
     expected = on_virtual_clock(**values, scenario={})
     assert torch.equal(run.parameters.x, own_rows(run, expected))

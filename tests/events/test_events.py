@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from powergossip import algorithms
+from powergossip import options as _options
 from powergossip.algorithms import learning
+from powergossip.algorithms.averaging import Kind
 from powergossip.events import averaging, event_log
 from powergossip.events.replay import Replay
 from powergossip.events.worker import Edge, Message, Policy
@@ -316,6 +318,42 @@ def test_a_clock_resumes_in_the_middle_with_the_same_bits(name, gossip):
     resumed.load_state_dict(state)
     resumed.run_until(20)
     assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("rule", [*LATE_RULES, "a2cid2"])
+def test_a_rule_resumes_anywhere_in_a_step_with_the_same_bits(rule):
+    """Its late messages included, and steps of which some are without messages."""
+    kind = {**learning.LEARNING, **learning.POLICIES}[rule]
+    known = _options.defaults(kind)
+    options: dict[str, Any] = {"local_steps": 2} if "local_steps" in known else {}
+    if "gradient_correction" in known:
+        options["gradient_correction"] = True
+    if rule == "a2cid2":
+        options = {"acceleration": learning.acceleration(graph("ring", 5))}
+    name = "plain" if Kind.ANTISYMMETRIC in kind.kinds else "top-k"
+
+    def started() -> tuple[Quadratics, Any]:
+        problem = Quadratics(5, torch.float32)
+        return problem, learning_clock(
+            problem, rule, 0.05, "ring", name, "asynchronous", 0, options, values=LATE
+        )
+
+    problem, clock = started()
+    clock.run(3)
+    states = []
+    for _ in range(100):
+        states.append(copy.deepcopy((clock.state_dict(), problem.x, problem.grad)))
+        clock.advance()
+    for event in range(0, 60, 7):
+        state, x, grad = states[event]
+        again, resumed = started()
+        resumed.run(1)
+        again.x.copy_(x)
+        again.grad.copy_(grad)
+        resumed.load_state_dict(state)
+        for _ in range(event, 100):
+            resumed.advance()
+        assert torch.equal(again.x, problem.x)
 
 
 @pytest.mark.parametrize(
