@@ -124,6 +124,9 @@ LATER_DEATHS: dict[str, Any] = {
 CHURN = LATER_DEATHS | {"joins": [{"worker": 4, "at": 40.6}, {"worker": 7, "at": 13.7}]}
 
 
+CORRECTED: dict[str, Any] = {"local_steps": 3, "gradient_correction": True, "correction_rate": 0.5}
+
+
 def tracking_clock(problem: Quadratics, events: dict[str, Any], **given: Any) -> VirtualClock:
     late = {"jitter": 0.3, "latency": 0.3, "late": {"fraction": 0.3, "seconds": 1.5}}
     return learning_clock(problem, "gradient-tracking", 0.05, values={**events, **late}, **given)
@@ -190,6 +193,33 @@ def test_survivors_find_their_optimum_by_corrected_diloco(gossip, events, second
     )
     clock.run_until(seconds)
     assert of_survivors(problem, clock.alive) < 1e-6
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("rule", "name", "rate", "options"),
+    [
+        ("k-gt", "plain", 0.02, {"local_steps": 2}),
+        ("momentum-tracking", "power", 0.005, {}),
+        ("beer", "top-k", 0.02, {}),
+        ("gasloc", "plain", 0.03, CORRECTED),
+        ("noloco", "plain", 0.03, CORRECTED | {"correction_rate": 0.3}),
+    ],
+)
+def test_survivors_find_their_optimum_by_any_exact_rule(rule, name, rate, options):
+    problem = Quadratics()
+    late = {"jitter": 0.3, "latency": 0.3, "late": {"fraction": 0.3, "seconds": 1.5}}
+    clock = learning_clock(
+        problem,
+        rule,
+        rate,
+        name=name,
+        gossip="asynchronous",
+        values={**CHURN, **late},
+        rule_options=options,
+    )
+    clock.run_until(1200)
+    assert of_survivors(problem, clock.alive) < 1e-7
 
 
 def test_ends_that_know_of_different_deaths_use_one_weight():
