@@ -30,6 +30,7 @@ from powergossip.compressors import (
     sparse,
     unpack,
 )
+from powergossip.compressors.codec import AT_ONCE
 from powergossip.parameters import Layout, Stack
 from powergossip.tasks.models import ResNet20
 
@@ -168,6 +169,21 @@ def test_add_adds_the_decoded_elements(name: str, options: CompressorOptions) ->
         assert torch.equal(out, expected)
         codec.add(sent, senders, 4, out.copy_(expected))
         assert torch.equal(out, expected + codec.decode(sent, senders, 4))
+
+
+@pytest.mark.parametrize("name", COMPRESSORS)
+def test_senders_of_large_messages_are_decoded_one_after_the_other(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout, neighbors = Layout([*SHAPES, (300, 230)]), torch.tensor([[1, 2], [0, 2], [0, 1]])
+    x, found = normal(3, layout.size), []
+    for limit in (AT_ONCE, 0):
+        monkeypatch.setattr("powergossip.compressors.codec.AT_ONCE", limit)
+        made = Codec(layout, compressors.make(name), range(3))
+        message = made.encode(x, 5, minus=x.flip(0))
+        found.append(made.decode(message[neighbors], neighbors, 5))
+    assert found[0].any()
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("kind", [RandomK, RandomBlock])
