@@ -26,7 +26,7 @@ from powergossip.topologies import Topology
 from powergossip.training.config import Settings
 from powergossip.trees import map_tensors
 
-STEPS, MORE = 7, 3  # before and after a state is saved
+STEPS, MORE = 8, 3  # before and after a state is saved
 MOST = 1000  # steps in which a method has to average
 SIZE = 32  # rows and columns of the only matrix
 LAYOUT = Layout([(SIZE, SIZE)])
