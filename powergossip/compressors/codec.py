@@ -1,8 +1,6 @@
 """The codec: a worker's tensors through a compressor into one message of bytes, and back."""
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
-from itertools import accumulate
 from math import prod
 from typing import Any, NamedTuple
 
@@ -13,13 +11,10 @@ from powergossip import options, randomness
 from powergossip.compressors.compressor import (
     BySize,
     Compressor,
-    Elements,
     Field,
     Levels,
     Senders,
     Stream,
-    Streams,
-    Together,
 )
 from powergossip.compressors.packing import pack, packed_size, unpack
 from powergossip.parameters import Layout, Stack
@@ -83,15 +78,8 @@ class Codec:
         self.seed = seed
         self.key = randomness.keys(seed, "compressor", [()])[0].to(device)
         self._counter = -1  # of the last message
-        self._kept: list[dict[str, Tensor]] = []  # by stack, for that counter; last, of all stacks
-        self._constants: dict[str, Tensor] = {}
+        self._kept: list[dict[str, Tensor]] = []  # by stack, for that counter
         self._matrices = TensorCache[list[Tensor]]()
-        self._elements = TensorCache[Elements]()
-        self._sizes = [(s.layers, s.rows * s.columns) for s in self.stacks]
-        everything = sum(layers * length for layers, length in self._sizes) == layout.size
-        self._together: Together | None = None
-        if layout.shards is None and everything and isinstance(compressor, Together):
-            self._together = compressor
         self._outgoing = _Fields(self.plan, (len(workers),), torch.uint8, device)
         self.message = torch.zeros(len(workers), self.size, dtype=torch.uint8, device=device)
         # By the senders' shape: the fields of their messages, and the decoded elements.
@@ -108,40 +96,34 @@ class Codec:
             minus: Where given, x − minus is encoded, tensor by tensor, which needs less memory.
         """
         assert x.shape == (len(self.workers), self.elements), x.shape
-        if self._together and x.numel() <= AT_ONCE:
-            v, fields = self._difference, self._outgoing.together
-            v.flat.copy_(x) if minus is None else torch.sub(x, minus, out=v.flat)
-            self._together.compress_all(v, self._all_streams(self.workers, counter), fields)
-            self._outgoing.scatter()
-        else:
-            self._encode_by_stack(x, counter, minus)
-        self._outgoing.write(self.message)
-        return self.message
-
-    def _encode_by_stack(self, x: Tensor, counter: int, minus: Tensor | None) -> None:
         matrices = self._matrices.get(x, self._matrices_of)
         if minus is not None:
             subtracted = self._matrices.get(minus, self._matrices_of)
         streams = self.streams(self.workers, counter)
         for index, (fields, stream) in enumerate(zip(self._outgoing.fields, streams, strict=True)):
             v = matrices[index] if minus is None else matrices[index] - subtracted[index]
-            parts = self.compressor.compress(v.float(), stream)
-            if not isinstance(parts, tuple | list) or len(parts) != len(fields):
-                found = len(parts) if isinstance(parts, tuple | list) else type(parts).__name__
-                raise TypeError(
-                    f"{type(self.compressor).__name__}.compress returned {found}; use a tuple of "
-                    f"{len(fields)} tensors, one for each of its fields"
-                )
-            try:
-                if self._of_script:
-                    self._check_integers(index, v, parts)
-                for field, part in zip(fields, parts, strict=True):
-                    field.copy_(part)
-            except (RuntimeError, TypeError) as error:
-                wrong = self._wrong(fields, parts)
-                if wrong is None:
-                    raise
-                raise wrong from error
+            self._write(fields, index, v, self.compressor.compress(v.float(), stream))
+        self._outgoing.write(self.message)
+        return self.message
+
+    def _write(self, fields: Sequence[Tensor], index: int, v: Tensor, parts: Any) -> None:
+        """fields ← parts, the fields of the matrices v of a stack. Raises errors for wrong ones."""
+        if not isinstance(parts, tuple | list) or len(parts) != len(fields):
+            found = len(parts) if isinstance(parts, tuple | list) else type(parts).__name__
+            raise TypeError(
+                f"{type(self.compressor).__name__}.compress returned {found}; use a tuple of "
+                f"{len(fields)} tensors, one for each of its fields"
+            )
+        try:
+            if self._of_script:
+                self._check_integers(index, v, parts)
+            for field, part in zip(fields, parts, strict=True):
+                field.copy_(part)
+        except (RuntimeError, TypeError) as error:
+            wrong = self._wrong(fields, parts)
+            if wrong is None:
+                raise
+            raise wrong from error
 
     def _check_integers(self, index: int, v: Tensor, parts: Sequence[Tensor]) -> None:
         """Raise ValueError for an integer of finite v that its field of this stack cannot hold."""
@@ -226,11 +208,6 @@ class Codec:
             self._incoming[leading] = _Fields(self.plan, leading, levels, message.device)
         incoming = self._incoming[leading]
         incoming.read(message)
-        if self._together and out.numel() <= AT_ONCE:
-            elements = self._elements.get(out, lambda out: Elements(out, self._sizes))
-            of_all = self._all_streams(senders, counter)
-            self._together.decompress_all(incoming.gather(), elements, of_all)
-            return
         matrices = self._matrices.get(out, self._matrices_of)
         streams = self.streams(senders, counter)
         for fields, matrix, stream in zip(incoming.fields, matrices, streams, strict=True):
@@ -249,25 +226,11 @@ class Codec:
 
     def streams(self, senders: Tensor, counter: int) -> list[Stream]:
         """The random streams of the senders' layers, by stack."""
-        of_all, shards = self._senders(senders, counter), self.layout.shards
-        rows = zip(self._whole, self.stacks, self._kept[:-1], strict=True)
-        return [Stream(of_all, whole, own, shards, kept) for whole, own, kept in rows]
-
-    def _all_streams(self, senders: Tensor, counter: int) -> Streams:
-        of_all = self._senders(senders, counter)
-        return Streams(of_all, self.stacks, self._kept[-1], self._constants)
-
-    def _senders(self, senders: Tensor, counter: int) -> Senders:
         if counter != self._counter:
-            self._counter, self._kept = counter, [{} for _ in range(len(self.stacks) + 1)]
-        return Senders(self.key, senders, counter, self.layout)
-
-    @cached_property
-    def _difference(self) -> Elements:
-        """Memory of compressed vectors [worker, D], of small models."""
-        shape = len(self.workers), self.elements
-        memory = torch.empty(*shape, dtype=torch.float32, device=self.workers.device)
-        return Elements(memory, self._sizes)
+            self._counter, self._kept = counter, [{} for _ in self.stacks]
+        of_all, shards = Senders(self.key, senders, counter, self.layout), self.layout.shards
+        rows = zip(self._whole, self.stacks, self._kept, strict=True)
+        return [Stream(of_all, whole, own, shards, kept) for whole, own, kept in rows]
 
     def _matrices_of(self, x: Tensor) -> list[Tensor]:
         """Views `[*, layer, row, column]` of x `[*, D]`, by stack."""
@@ -359,42 +322,7 @@ class _Fields:
         wide = torch.zeros(*senders, -(-plan.wide // 8) * 8, dtype=torch.uint8, device=device)
         self._levels = torch.zeros(*senders, plan.count, dtype=type_of_levels, device=device)
         self.fields = [tuple(p.view(wide, self._levels) for p in of) for of in plan.places]
-        self._memory, self._wide, self._plan = wide, wide[..., : plan.wide], plan
-        self._apart: list[tuple[list[Tensor], list[Tensor]]] = []  # of `together`
-
-    @cached_property
-    def together(self) -> list[Elements]:
-        """Each field for all stacks, in memory of its own unless it is adjacent in this one."""
-        found = []
-        by_field, views_by_field = (
-            [list(field) for field in zip(*of_stacks, strict=True)]
-            for of_stacks in (self._plan.places, self.fields)
-        )
-        for places, views in zip(by_field, views_by_field, strict=True):
-            first, sizes = places[0], [(place.layers, place.length) for place in places]
-            starts = list(accumulate((n * m for n, m in sizes), initial=first.start))
-            length = starts.pop() - first.start
-            if first.dtype in (None, torch.float32) and starts == [p.start for p in places]:
-                flat = Place(first.dtype, 1, length, first.start).view(self._memory, self._levels)
-                found.append(Elements(flat.squeeze(-2), sizes))
-            else:
-                kind = torch.float32 if first.dtype == torch.float32 else torch.int64
-                flat = self._memory.new_zeros(*self._memory.shape[:-1], length, dtype=kind)
-                found.append(Elements(flat, sizes))
-                self._apart.append((views, found[-1].stacks))
-        return found
-
-    def scatter(self) -> None:
-        """Write the fields of `together` to `fields`."""
-        for views, parts in self._apart:
-            torch._foreach_copy_(views, parts)
-
-    def gather(self) -> list[Elements]:
-        """`together`, read from `fields`."""
-        together = self.together
-        for views, parts in self._apart:
-            torch._foreach_copy_(parts, views)
-        return together
+        self._wide, self._plan = wide[..., : plan.wide], plan
 
     def write(self, message: Tensor) -> None:
         """Write to message `[*, bytes]`. Levels are given by their indices."""

@@ -1,9 +1,9 @@
 """The interface of compressors, and the types in it. See compressors/__init__.py."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -115,76 +115,9 @@ class Stream(NamedTuple):
 
     def once(self, name: str, make: Callable[[], Tensor]) -> Tensor:
         """make(), cached per step, for values shared by all senders."""
-        return _cached(self.kept, name, make)
-
-
-class Elements:
-    """Elements of all tensors: memory `[*, element]`, and its parts by stack.
-
-    Args:
-        flat: The memory, one stack after the other.
-        sizes: The numbers (layers, elements of a layer) of each stack.
-
-    Attributes:
-        stacks: Views `[*, layer, element]`.
-    """
-
-    def __init__(self, flat: Tensor, sizes: Sequence[tuple[int, int]]):
-        self.flat, self._sizes = flat, sizes
-        parts = flat.split([layers * length for layers, length in sizes], -1)
-        self.stacks = [part.unflatten(-1, of) for part, of in zip(parts, sizes, strict=True)]
-
-    @cached_property
-    def scratch(self) -> "Elements":
-        """Other memory of the same shape, for intermediate results."""
-        return Elements(torch.empty_like(self.flat), self._sizes)
-
-
-class Streams(NamedTuple):
-    """The streams of all stacks together, which are all of the D elements.
-
-    Attributes:
-        senders: The senders `[*]`.
-        stacks: The stacks.
-        kept: Values of `once`, for one counter.
-        constants: Values of `constant`.
-    """
-
-    senders: Senders
-    stacks: Sequence[Stack]
-    kept: dict[str, Tensor]
-    constants: dict[str, Tensor]
-
-    def once(self, name: str, make: Callable[[], Tensor]) -> Tensor:
-        """make(), cached per step, for values shared by all senders."""
-        return _cached(self.kept, name, make)
-
-    def constant(self, name: str, make: Callable[[], Tensor]) -> Tensor:
-        """make(), cached, for values that follow from the shapes."""
-        return _cached(self.constants, name, make)
-
-    def tensors(self) -> list[tuple[int, int, int]]:
-        """(index of its first element, rows, columns) of each tensor."""
-        return [
-            (start, s.rows, s.columns)
-            for s in self.stacks
-            for start in range(s.start, s.stop, s.rows * s.columns)
-        ]
-
-    def of_tensors(self, value: Callable[[int], float]) -> Tensor:
-        """value(number of entries) of each tensor: float32 [tensor]."""
-        values = [value(rows * columns) for _, rows, columns in self.tensors()]
-        return torch.tensor(values, dtype=torch.float32, device=self.senders.key.device)
-
-    def of_stacks(self) -> list[Stream]:
-        """The stream of each stack."""
-        return [Stream(self.senders, stack, stack, None, {}) for stack in self.stacks]
-
-
-def _cached(kept: dict[str, Tensor], name: str, make: Callable[[], Tensor]) -> Tensor:
-    if name not in kept:
-        kept[name] = make()
-    return kept[name]
+        if name not in self.kept:
+            self.kept[name] = make()
+        return self.kept[name]
 
 
 class Compressor(Protocol):
@@ -227,26 +160,6 @@ class Compressor(Protocol):
         Elementwise arithmetic only. Each element of C(v) is rounded before it is added. Levels are
         given by their values, float32.
         """
-        ...
-
-
-@runtime_checkable
-class Together(Protocol):
-    """A compressor that also works on all tensors at once, in few operations.
-
-    For small models, whose steps are a matter of the number of operations. The results are the same
-    to the bit.
-    """
-
-    def compress_all(self, v: Elements, streams: Streams, fields: Sequence[Elements]) -> None:
-        """Write the fields of v, float32. v may be overwritten.
-
-        Memory of a field is float32, int64 for integers, or uint8 for the indices of levels.
-        """
-        ...
-
-    def decompress_all(self, fields: Sequence[Elements], out: Elements, streams: Streams) -> None:
-        """out ← out + C(v). The fields may be overwritten. Levels are given by their values."""
         ...
 
 

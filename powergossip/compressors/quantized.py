@@ -1,6 +1,5 @@
 """Quantization: sign and norm, rounding, QSGD, and the identity."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import sqrt
 from typing import ClassVar
@@ -9,7 +8,7 @@ import torch
 from torch import Tensor
 
 from powergossip import checks
-from powergossip.compressors.compressor import BySize, Elements, Field, Levels, Stream, Streams
+from powergossip.compressors.compressor import BySize, Field, Levels, Stream
 
 
 @dataclass(frozen=True)
@@ -68,17 +67,6 @@ class SignAndNorm:
     def decompress(self, fields: tuple[Tensor, ...], out: Tensor, stream: Stream) -> None:
         mean, signs = fields
         out.flatten(-2).addcmul_(signs, mean)  # a product without rounding
-
-    def compress_all(self, v: Elements, streams: Streams, fields: Sequence[Elements]) -> None:
-        means, signs = fields
-        torch.abs(v.flat, out=v.scratch.flat)
-        for entries, mean in zip(v.scratch.stacks, means.stacks, strict=True):
-            torch.mean(entries, -1, keepdim=True, out=mean)
-        _write(v.flat.ge_(0), signs.flat)
-
-    def decompress_all(self, fields: Sequence[Elements], out: Elements, streams: Streams) -> None:
-        means, signs = fields
-        torch._foreach_addcmul_(out.stacks, signs.stacks, means.stacks)
 
 
 @dataclass(frozen=True)
@@ -198,30 +186,7 @@ class QSGD:
         out = out.flatten(-2)
         out.add_(rounded * (norm * self.factor(stream.entries)))
 
-    def compress_all(self, v: Elements, streams: Streams, fields: Sequence[Elements]) -> None:
-        norms, levels = fields
-        for part, norm, scaled in zip(v.stacks, norms.stacks, v.scratch.stacks, strict=True):
-            torch.linalg.vector_norm(part, 2, dim=-1, keepdim=True, out=norm)
-            torch.div(part, norm, out=scaled)
-        # ξ with its sign: y + sign(y) u rounded towards 0 is ⌊|y| + u⌋ with the sign of y.
-        y = v.scratch.flat.mul_(self.levels)
-        y.addcmul_(v.flat.sign_(), streams.senders.uniform).nan_to_num_(-self.levels)
-        _write(y.clamp_(-self.levels, self.levels), levels.flat)
-        levels.flat.add_(self.levels)  # modulo 256
-
-    def decompress_all(self, fields: Sequence[Elements], out: Elements, streams: Streams) -> None:
-        norms, rounded = fields
-        norms.flat.mul_(streams.constant("factors", lambda: streams.of_tensors(self.factor)))
-        torch._foreach_mul_(rounded.stacks, norms.stacks)
-        out.flat.add_(rounded.flat)
-
     def factor(self, elements: int) -> float:
         """scale/s for N elements."""
         scale = 1.0 if self.unbiased else 1 / (1 + self.variance_bound(elements))
         return scale / self.levels
-
-
-def _write(floats: Tensor, levels: Tensor) -> None:
-    """levels ← floats between −128 and 127, rounded towards 0, modulo 256. Through int8, since
-    PyTorch converts floats to uint8 one by one."""
-    levels.view(torch.int8).copy_(floats)

@@ -1,7 +1,7 @@
 """Sparsification: top-k, random-k, random block."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil, floor, log, sqrt
 from typing import ClassVar
@@ -10,14 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from powergossip import checks, randomness
-from powergossip.compressors.compressor import (
-    Elements,
-    Field,
-    Stream,
-    Streams,
-    nan_if_not_finite,
-)
+from powergossip import checks
+from powergossip.compressors.compressor import Field, Stream, nan_if_not_finite
 from powergossip.shards import Shards
 
 _KEEP_RATIO = 0.01  # by default
@@ -93,32 +87,6 @@ class TopK(_OfEntries):
         values, positions = fields
         _add_at(out, positions.long(), values, stream)
 
-    def compress_all(self, v: Elements, streams: Streams, fields: Sequence[Elements]) -> None:
-        values, positions = fields
-        torch.abs(v.flat, out=v.scratch.flat)
-        for entries, of_stack in zip(v.scratch.stacks, positions.stacks, strict=True):
-            of_stack.copy_(_largest(entries, of_stack.shape[-1]))
-        torch.gather(v.flat, -1, positions.flat + self._starts(streams), out=values.flat)
-
-    def decompress_all(self, fields: Sequence[Elements], out: Elements, streams: Streams) -> None:
-        values, positions = fields
-        places = positions.flat.add_(self._starts(streams))
-        out.flat.scatter_add_(-1, places, values.flat.to(out.flat.dtype))
-
-    def _starts(self, streams: Streams) -> Tensor:
-        """For each sent entry, the index of its tensor's first element: int64 [entry]."""
-        return streams.constant(
-            "starts",
-            lambda: torch.tensor(
-                [
-                    start
-                    for start, rows, columns in streams.tensors()
-                    for _ in range(self.kept(rows, columns))
-                ],
-                device=streams.senders.key.device,
-            ),
-        )
-
     def kept(self, rows: int, columns: int) -> int:
         """K"""
         if self.rank is None:
@@ -183,35 +151,6 @@ class _AtSharedPositions(_OfEntries, ABC):
         positions = self.positions(stream, stream.stack.rows, stream.stack.columns)
         _add_at(out, positions.expand(*out.shape[:-2], -1), fields[0], stream)
 
-    def compress_all(self, v: Elements, streams: Streams, fields: Sequence[Elements]) -> None:
-        (values,) = fields
-        torch.index_select(v.flat, -1, self.all_positions(streams), out=values.flat)
-        if v.flat.device.type == "cpu" and v.flat.sum().isfinite():
-            return
-        for entries, of_stack in zip(v.stacks, values.stacks, strict=True):
-            of_stack.add_(nan_if_not_finite(entries))
-
-    def decompress_all(self, fields: Sequence[Elements], out: Elements, streams: Streams) -> None:
-        (values,) = fields
-        places = self.all_positions(streams).expand_as(values.flat)
-        out.flat.scatter_add_(-1, places, values.flat)
-
-    def all_positions(self, streams: Streams) -> Tensor:
-        """The positions of the values among the D elements: int64 [entry]."""
-        return streams.once("positions", lambda: self.sample_all(streams))
-
-    def sample_all(self, streams: Streams) -> Tensor:
-        """Sample the positions of all tensors, those of `positions`."""
-        found = []
-        for stream in streams.of_stacks():
-            rows, columns = stream.stack.rows, stream.stack.columns
-            positions = self.positions(stream, rows, columns)
-            starts = torch.arange(
-                *(stream.stack.start, stream.stack.stop, rows * columns), device=positions.device
-            )
-            found.append(positions + starts[:, None])
-        return torch.cat([positions.flatten() for positions in found])
-
     def kept(self, rows: int, columns: int) -> int:
         """K"""
         if self.rank is None:
@@ -250,50 +189,6 @@ class RandomK(_AtSharedPositions):
 
     def sample(self, bits: Callable[[int], Tensor], count: int, entries: int) -> Tensor:
         return distinct(bits, count, entries)
-
-    def sample_all(self, streams: Streams) -> Tensor:
-        """`distinct` for each tensor, with one sort of the draws of all."""
-        constants = streams.constant("draws", lambda: self._draws(streams))
-        if not constants.numel():
-            return super().sample_all(streams)
-        index, start, n, draws, rank = constants
-        chosen, stop = streams.constant("chosen", lambda: self._chosen(streams))
-        bits = randomness.bits(streams.senders.key, 1 + streams.senders.counter, (1,), index)
-        order = torch.arange(len(index), device=index.device)
-        position, order = _sorted_pairs(start + _below(n, bits[:, 0]), order)
-        repeated = functional.pad(position[1:] == position[:-1], (1, 0))
-        rank, position = _sorted_pairs(rank[order] + repeated * draws[order], position)
-        if not (rank[chosen] < stop).all():  # too few different positions of a tensor
-            return super().sample_all(streams)
-        return position[chosen]
-
-    def _draws(self, streams: Streams) -> Tensor:
-        """Of each draw: its index in the stream, the start, N and number of draws of its tensor,
-        and its rank among all draws, where repeated ones are ranked behind those of their tensor:
-        int64 [5, draw]. Empty if a tensor needs all N random numbers."""
-        found, before = [], 0
-        for start, rows, columns in streams.tensors():
-            n = rows * columns
-            draws = _draws(self.kept(rows, columns), n)
-            if draws is None:
-                return torch.empty(0)
-            each = torch.arange(draws)
-            of_tensor = (torch.full_like(each, value) for value in (start, n, draws))
-            found.append(torch.stack([start + each, *of_tensor, 2 * before + each]))
-            before += draws
-        return torch.cat(found, 1).to(streams.senders.key.device)
-
-    def _chosen(self, streams: Streams) -> Tensor:
-        """The places of the values' positions among all draws by rank, and a bound of the ranks of
-        draws of their tensor that are not repeated: int64 [2, entry]."""
-        found, before = [], 0
-        for _, rows, columns in streams.tensors():
-            kept = self.kept(rows, columns)
-            draws = _draws(kept, rows * columns) or 0
-            place = before + torch.arange(kept)
-            found.append(torch.stack([place, torch.full_like(place, 2 * before + draws)]))
-            before += draws
-        return torch.cat(found, 1).to(streams.senders.key.device)
 
 
 @dataclass(frozen=True)
@@ -370,9 +265,9 @@ def distinct(bits: Callable[[int], Tensor], count: int, n: int) -> Tensor:
     draws is the mean that `count` distinct ones take (the coupon collector's) plus 8 standard
     deviations, see `number_of_draws`.
     """
-    draws = _draws(count, n)
-    if draws == 1:
+    if count == 1:
         return _below(n, bits(1))
+    draws = number_of_draws(count, n)
     if draws is None:
         return _smallest(bits(n), count)
     position, order = _first_occurrences(_below(n, bits(draws)), count)
@@ -389,11 +284,6 @@ def number_of_draws(count: int, n: int) -> int | None:
     deviation = count / (n - count) * sqrt(n / 2) if count < n else n
     draws = ceil(mean + 8 * deviation) + SPARE_DRAWS
     return draws if draws <= n // 2 else None
-
-
-def _draws(count: int, n: int) -> int | None:
-    """The same, where a single position is a single draw."""
-    return 1 if count == 1 else number_of_draws(count, n)
 
 
 def _first_occurrences(position: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -1,8 +1,9 @@
 """Small things that several test files need."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 
 def executable(path: Path, script: str) -> Path:
@@ -46,3 +47,16 @@ def wait_until(condition: Callable[[], object], seconds: float = 90) -> None:
     while not condition():
         assert time.monotonic() < end, f"not true after {seconds} s"
         time.sleep(0.02)
+
+
+def with_one_each(
+    rows: Sequence[Any], values: Sequence[Any], kind: Callable[[Any], object]
+) -> list[tuple[Any, Any]]:
+    """The first row of each kind with all values, and each other row with one of them."""
+    first = {kind(row): i for i, row in reversed([*enumerate(rows)])}
+    return [
+        (row, value)
+        for i, row in enumerate(rows)
+        for j, value in enumerate(values)
+        if first[kind(row)] == i or i % len(values) == j
+    ]

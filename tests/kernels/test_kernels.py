@@ -17,7 +17,7 @@ from powergossip.algorithms import Averaging, ChocoGossip, DeepSqueeze, Moniqua,
 from powergossip.network import Network, Processes, processes
 from powergossip.parameters import Layout
 from powergossip.tasks import data_files
-from tests.harness.helpers import damages
+from tests.harness.helpers import damages, with_one_each
 
 ALONE = Processes()
 # Lengths below and above a block of 1024, of a multiple of 8 and not, with positions of 1 and 2
@@ -66,7 +66,11 @@ VALUES: dict[str, Callable[[], Tensor]] = {
     "NaN": with_a(float("nan")),
     "inf": with_a(float("inf")),
 }
-every_value = pytest.mark.parametrize("values", VALUES)
+
+
+def with_values(values: list[str]) -> list[tuple[Any, str]]:
+    """A setting of each compressor with all values, and other settings with one."""
+    return with_one_each(OF_EVERY_COMPRESSOR, values, lambda options: options["compressor"])
 
 
 class Run:
@@ -127,8 +131,7 @@ def fields(averaging: Averaging, message: Tensor) -> Tensor:
 
 
 @needs_compiler
-@every_compressor
-@pytest.mark.parametrize("values", [*VALUES, "long"])
+@pytest.mark.parametrize(("options", "values"), with_values([*VALUES, "long"]))
 def test_encoded_vectors_are_those_of_pytorch(options: dict[str, Any], values: str) -> None:
     """To the rounding of a norm. Of equal magnitudes, any are the largest."""
     layout = LONG if values == "long" else LAYOUT
@@ -170,8 +173,7 @@ def test_too_few_distinct_draws_give_the_positions_of_pytorch(
 
 
 @needs_compiler
-@every_compressor
-@every_value
+@pytest.mark.parametrize(("options", "values"), with_values([*VALUES]))
 @pytest.mark.parametrize("name", ["choco", "deepsqueeze"])
 def test_messages_are_decoded_as_by_pytorch(
     name: str, options: dict[str, Any], values: str

@@ -165,10 +165,12 @@ class GossipRule:
     def __init__(self, workers: Workers, *, variables: int = 1):
         """variables: how many messages average, x among them. 0: the rule has its own averaging."""
         if hasattr(self, "step"):
-            raise TypeError(
+            raise ValueError(
                 f"{type(self).__name__}.step: use the methods of GossipRule, such as update, in "
                 "place of a generator"
             )
+        own, known = f"{type(self).__name__}.state", isinstance(self.state, Mapping)
+        checks.check(own, self.state, known, "a mapping from names to Variable")
         self._network, self._make, self._local = workers.network, workers.make, workers.local
         parameters = workers.parameters
         self._x, self._g, self._layout = parameters.x, parameters.grad, parameters.layout
