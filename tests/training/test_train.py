@@ -432,7 +432,9 @@ class Wide(nn.Linear):
 def test_an_evaluation_makes_no_copy_of_the_models() -> None:
     """Of distances 1.5 and 0.5 in all elements, however many there are at once."""
     rows: list[Any] = []
-    hooks = Hooks(log_metric=lambda name, values, tags: rows.append({"name": name} | values | tags))
+    hooks = Hooks(
+        log_metric=lambda name, values, tags: rows.append({"name": name, **values, **tags})
+    )
     run = built(hooks, task=Fed(4, Wide), n_workers=4)
     run.parameters.x += torch.arange(4.0)[:, None]
     assert [p.grad for p in run.evaluation.mean_model.models[0].parameters()] == [None] * 3

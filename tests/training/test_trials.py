@@ -350,6 +350,7 @@ class Names(Rule):
 
 class AssignedX(Rule):
     def update(self, u: Tensor | None) -> None:
+        assert u is not None
         self._x = self._x + u
 
 

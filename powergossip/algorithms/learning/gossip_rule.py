@@ -8,6 +8,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from powergossip import checks
 from powergossip.algorithms.averaging import Kind, begin_at, incremental
 from powergossip.algorithms.learning.interface import Correction
 from powergossip.network import Conversation, Exchange, Network
