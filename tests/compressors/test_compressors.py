@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import nullcontext
 from math import ceil, log2, prod
+from typing import Any
 
 import pytest
 import torch
@@ -11,13 +12,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from powergossip import compressors, randomness
+from powergossip import options as _options
 from powergossip.compressors import (
     COMPRESSORS,
     QSGD,
     SVD,
     Codec,
     Compressor,
-    CompressorOptions,
     RandomBlock,
     RandomK,
     Rounding,
@@ -34,46 +35,44 @@ from powergossip.parameters import Layout, Stack
 from powergossip.tasks.models import ResNet20
 
 SHAPES = [(4, 3), (6, 5), (3,), (4, 3), (2, 2, 3), (1, 7), (), (5,), (3,), (20, 11)]
-RANDOM = [
-    CompressorOptions(),
-    CompressorOptions(keep_ratio=0.05),
-    CompressorOptions(keep_ratio=0.5),
-    CompressorOptions(keep_ratio=1.0),
-    CompressorOptions(rank=1),
+RANDOM: list[dict[str, Any]] = [
+    dict(),
+    dict(keep_ratio=0.05),
+    dict(keep_ratio=0.5),
+    dict(keep_ratio=1.0),
+    dict(rank=1),
 ]
-VARIANTS = {
+VARIANTS: dict[str, list[dict[str, Any]]] = {
     "qsgd": [
-        CompressorOptions(),
-        CompressorOptions(levels=1),
-        CompressorOptions(levels=3, unbiased=True),
-        CompressorOptions(levels=40),
-        CompressorOptions(levels=127),
+        dict(),
+        dict(levels=1),
+        dict(levels=3, unbiased=True),
+        dict(levels=40),
+        dict(levels=127),
     ],
     "rounding": [
-        CompressorOptions(),
-        CompressorOptions(levels=1),
-        CompressorOptions(levels=3),
-        CompressorOptions(levels=127),
+        dict(),
+        dict(levels=1),
+        dict(levels=3),
+        dict(levels=127),
     ],
     "random-k": [*RANDOM],
     "random-block": [*RANDOM],
     "svd": [
-        CompressorOptions(),
-        CompressorOptions(rank=2),
-        CompressorOptions(rank=3),
-        CompressorOptions(rank=100),
+        dict(),
+        dict(rank=2),
+        dict(rank=3),
+        dict(rank=100),
     ],
     "top-k": [
-        CompressorOptions(),
-        CompressorOptions(keep_ratio=0.3),
-        CompressorOptions(keep_ratio=1.0),
-        CompressorOptions(rank=1),
-        CompressorOptions(rank=3),
+        dict(),
+        dict(keep_ratio=0.3),
+        dict(keep_ratio=1.0),
+        dict(rank=1),
+        dict(rank=3),
     ],
 }
-EVERY = [
-    (name, options) for name in COMPRESSORS for options in VARIANTS.get(name, [CompressorOptions()])
-]
+EVERY = [(name, options) for name in COMPRESSORS for options in VARIANTS.get(name, [dict()])]
 every_compressor = pytest.mark.parametrize(("name", "options"), EVERY)
 shapes_of_matrices = st.tuples(st.integers(1, 12), st.integers(1, 12))
 
@@ -112,23 +111,23 @@ def squares(v: Tensor) -> Tensor:
 
 
 @every_compressor
-def test_receivers_decode_the_same_as_the_sender(name: str, options: CompressorOptions) -> None:
-    codec = Codec(Layout(SHAPES), compressors.make(name, options), [0, 1, 2, 3])
+def test_receivers_decode_the_same_as_the_sender(name: str, options: dict[str, Any]) -> None:
+    codec = Codec(Layout(SHAPES), compressors.make(name, **options), [0, 1, 2, 3])
     x = normal(4, Layout(SHAPES).size)
     message = codec.encode(x, 5)
     own = codec.decode(message, codec.workers, 5).clone()
     neighbors = torch.tensor([[1, 3], [0, 2], [1, 3], [0, 2]])
     assert torch.equal(codec.decode(message[neighbors], neighbors, 5), own[neighbors])
-    alone = Codec(Layout(SHAPES), compressors.make(name, options), [9])
+    alone = Codec(Layout(SHAPES), compressors.make(name, **options), [9])
     sender = torch.tensor([2])
     assert torch.equal(alone.decode(message[2:3].clone(), sender, 5)[0], own[2])
 
 
 @every_compressor
 def test_messages_do_not_depend_on_the_layout_of_workers(
-    name: str, options: CompressorOptions
+    name: str, options: dict[str, Any]
 ) -> None:
-    layout, compressor = Layout(SHAPES), compressors.make(name, options)
+    layout, compressor = Layout(SHAPES), compressors.make(name, **options)
     x = normal(4, layout.size)
     together = Codec(layout, compressor, range(4), seed=1).encode(x, 7)
     for worker in range(4):
@@ -137,8 +136,8 @@ def test_messages_do_not_depend_on_the_layout_of_workers(
 
 
 @every_compressor
-def test_a_batch_equals_its_matrices_one_by_one(name: str, options: CompressorOptions) -> None:
-    compressor = compressors.make(name, options)
+def test_a_batch_equals_its_matrices_one_by_one(name: str, options: dict[str, Any]) -> None:
+    compressor = compressors.make(name, **options)
     v = normal(2, 3, 9, 4)  # [worker, layer, row, column]
     codes = compressor.compress(v, stream(Stack(9, 4, 3, 50), 2))
     fields = [field.float() if field.dtype is torch.bool else field for field in codes]
@@ -156,9 +155,9 @@ def test_a_batch_equals_its_matrices_one_by_one(name: str, options: CompressorOp
 
 
 @every_compressor
-def test_add_adds_the_decoded_elements(name: str, options: CompressorOptions) -> None:
+def test_add_adds_the_decoded_elements(name: str, options: dict[str, Any]) -> None:
     layout = Layout(SHAPES)
-    codec = Codec(layout, compressors.make(name, options), [3, 1])
+    codec = Codec(layout, compressors.make(name, **options), [3, 1])
     message = codec.encode(normal(2, layout.size), 4)
     for senders in (torch.tensor([3, 1]), torch.tensor([[3], [1]])):
         sent = message.view(*senders.shape, -1)
@@ -185,35 +184,36 @@ def test_all_workers_send_the_same_random_entries_and_others_in_the_next_step(
     assert torch.equal(codec.decode(codec.encode(x, 0), codec.workers, 0), first)
 
 
-def formula(name: str, options: CompressorOptions, rows: int, columns: int) -> int:
+def formula(name: str, options: dict[str, Any], rows: int, columns: int) -> int:
     """Bits of a matrix' part of a message; a whole message ends with a whole byte."""
     n = rows * columns
-    kept = max(1, int(options.keep_ratio * n + 1e-9))
-    rank = options.rank or 1
+    options = {**_options.defaults(COMPRESSORS[name]), **options}
+    kept = max(1, int(options.get("keep_ratio", 0.0) * n + 1e-9))
+    rank = options.get("rank") or 1
     match name:
         case "identity":
             return 32 * n
         case "sign-and-norm":
             return 32 + n
         case "qsgd" | "rounding":
-            return 32 + n * ceil(log2(2 * options.levels + 1))
+            return 32 + n * ceil(log2(2 * options["levels"] + 1))
         case "random-k" | "random-block":
-            if options.rank:
-                kept = min(n, options.rank * (rows + columns))
+            if options["rank"]:
+                kept = min(n, options["rank"] * (rows + columns))
             return 32 * kept
         case "svd":
             return 32 * min(n, min(rank, rows, columns) * (rows + columns))
         case "top-k":
-            if options.rank:
-                ratio = options.rank * (rows + columns) / (4 * rows * columns)
+            if options["rank"]:
+                ratio = options["rank"] * (rows + columns) / (4 * rows * columns)
                 kept = min(n, max(1, int(ratio * n + 1e-9)))
             return kept * (32 + (8 if n <= 256 else 16 if n <= 65536 else 32))
     raise AssertionError(f"which formula has {name}?")
 
 
 @every_compressor
-def test_sizes_are_those_of_the_formulas(name: str, options: CompressorOptions) -> None:
-    compressor = compressors.make(name, options)
+def test_sizes_are_those_of_the_formulas(name: str, options: dict[str, Any]) -> None:
+    compressor = compressors.make(name, **options)
     for shape in [(1, 1), (1, 7), (10, 1), (9, 16), (16, 16), (257, 1), (256, 256), (256, 257)]:
         assert compressors.size(compressor, *shape) == ceil(formula(name, options, *shape) / 8)
     layout = Layout(SHAPES)
@@ -255,11 +255,11 @@ def contraction(compressor: Compressor, v: Tensor) -> Tensor:
     return torch.tensor(1.0).double()
 
 
-@pytest.mark.parametrize(("name", "options"), [(n, o) for n, o in EVERY if not o.unbiased])
+@pytest.mark.parametrize(("name", "options"), [(n, o) for n, o in EVERY if not o.get("unbiased")])
 @pytest.mark.parametrize("shape", [(1, 1), (5, 1), (3, 8), (30, 20)])
-def test_contraction(name: str, options: CompressorOptions, shape: tuple[int, int]) -> None:
+def test_contraction(name: str, options: dict[str, Any], shape: tuple[int, int]) -> None:
     """E‖v − C(v)‖² ≤ (1 − δ)‖v‖²; for random positions, equal."""
-    compressor = compressors.make(name, options)
+    compressor = compressors.make(name, **options)
     random = name in ("random-k", "random-block")
     draws = 1000 if random or name == "qsgd" else 1
     for v in (normal(*shape), normal(*shape, seed=1) ** 5, torch.ones(shape)):
@@ -278,9 +278,9 @@ def test_contraction(name: str, options: CompressorOptions, shape: tuple[int, in
 
 
 @every_compressor
-def test_arguments_are_left_alone(name: str, options: CompressorOptions) -> None:
+def test_arguments_are_left_alone(name: str, options: dict[str, Any]) -> None:
     layout = Layout(SHAPES)
-    codec = Codec(layout, compressors.make(name, options), [0, 1])
+    codec = Codec(layout, compressors.make(name, **options), [0, 1])
     x = normal(2, layout.size)
     before = x.clone()
     message = codec.encode(x, 0).clone()
@@ -297,10 +297,8 @@ def test_arguments_are_left_alone(name: str, options: CompressorOptions) -> None
 
 @every_compressor
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1), (2,), (1, 3), (3, 1), (2, 2)])
-def test_tiny_tensors_and_zeros(
-    name: str, options: CompressorOptions, shape: tuple[int, ...]
-) -> None:
-    compressor, layout = compressors.make(name, options), Layout([shape])
+def test_tiny_tensors_and_zeros(name: str, options: dict[str, Any], shape: tuple[int, ...]) -> None:
+    compressor, layout = compressors.make(name, **options), Layout([shape])
     codec = Codec(layout, compressor, [0])
     zeros = torch.zeros(1, layout.size)
     assert torch.equal(codec.decode(codec.encode(zeros, 0), codec.workers, 0), zeros)
@@ -313,9 +311,9 @@ def test_tiny_tensors_and_zeros(
 
 @every_compressor
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_divergence_stays_visible(name: str, options: CompressorOptions, bad: float) -> None:
+def test_divergence_stays_visible(name: str, options: dict[str, Any], bad: float) -> None:
     layout = Layout([(6, 4), (6, 4), (5,)])
-    codec = Codec(layout, compressors.make(name, options), [0, 1])
+    codec = Codec(layout, compressors.make(name, **options), [0, 1])
     for position in (0, 11, 23):
         x = normal(2, layout.size)
         x[1, position] = bad
@@ -330,9 +328,9 @@ def test_divergence_stays_visible(name: str, options: CompressorOptions, bad: fl
 
 
 @every_compressor
-def test_an_empty_slot_decodes_to_zeros(name: str, options: CompressorOptions) -> None:
+def test_an_empty_slot_decodes_to_zeros(name: str, options: dict[str, Any]) -> None:
     """Padding: no message is received there, and weight 0 times its values must be 0."""
-    codec = Codec(Layout(SHAPES), compressors.make(name, options), [0])
+    codec = Codec(Layout(SHAPES), compressors.make(name, **options), [0])
     nothing = torch.zeros(1, 2, codec.size, dtype=torch.uint8)
     assert (codec.decode(nothing, torch.tensor([[1, -1]]), 3) == 0).all()
     nobody = torch.zeros(1, 0, dtype=torch.int64)  # the only worker has no neighbors
@@ -342,7 +340,7 @@ def test_an_empty_slot_decodes_to_zeros(name: str, options: CompressorOptions) -
 @pytest.mark.parametrize("name", ["random-k", "random-block", "qsgd"])
 def test_random_numbers_depend_on_seed_worker_tensor_and_counter(name: str) -> None:
     layout = Layout([(40, 25), (40, 25)])
-    compressor = compressors.make(name, CompressorOptions(keep_ratio=0.1))
+    compressor = compressors.make(name, keep_ratio=0.1)
     x = normal(1, 1000).repeat(1, 2)
 
     def result(worker: int = 3, counter: int = 0, seed: int = 0) -> list[Tensor]:
@@ -365,13 +363,13 @@ def test_names_and_bad_options() -> None:
     for ratio in (0.0, -0.1, 1.01, float("nan")):
         for name in ("top-k", "random-k", "random-block"):
             with pytest.raises(ValueError, match=r"keep_ratio=\S+: use"):
-                compressors.make(name, CompressorOptions(keep_ratio=ratio))
+                compressors.make(name, keep_ratio=ratio)
     for name in ("top-k", "svd", "random-k", "random-block"):
         with pytest.raises(ValueError, match="rank=0: use"):
-            compressors.make(name, CompressorOptions(rank=0))
+            compressors.make(name, rank=0)
     for levels in (0, 128):
         with pytest.raises(ValueError, match=f"levels={levels}: use"):
-            compressors.make("qsgd", CompressorOptions(levels=levels))
+            compressors.make("qsgd", levels=levels)
 
 
 # --- Single compressors ---------------------------------------------------------------------------
@@ -469,7 +467,7 @@ def test_random_entries_of_a_rank_cost_the_bits_of_its_factors(
 @pytest.mark.parametrize("name", [n for n, row in COMPRESSORS.items() if hasattr(row, "linear")])
 def test_means_of_the_messages_of_linear_compressors_decode_to_the_mean(name: str) -> None:
     layout = Layout(SHAPES)
-    codec = Codec(layout, compressors.make(name, CompressorOptions(keep_ratio=0.3)), [0, 1, 2, 3])
+    codec = Codec(layout, compressors.make(name, keep_ratio=0.3), [0, 1, 2, 3])
     assert codec.linear
     message = codec.encode(normal(4, layout.size), 3)
     expected = codec.decode(message, codec.workers, 3).mean(0)

@@ -17,7 +17,7 @@ from powergossip.algorithms import AVERAGING
 from powergossip.algorithms.aggregation import AGGREGATIONS
 from powergossip.compressors import COMPRESSORS
 from powergossip.network import Processes
-from powergossip.optimizers.specification import Specification
+from powergossip.optimizers.gossip_method import GossipMethod
 from powergossip.runs import configuration
 from powergossip.training import derive_keys
 from powergossip.training.config_checks import (
@@ -26,7 +26,6 @@ from powergossip.training.config_checks import (
     OF_RULE,
     OWN_KEYS,
     checked,
-    method_options,
     option_defaults,
 )
 from powergossip.training.method_keys import PREFIX, MethodKeys
@@ -116,7 +115,7 @@ def test_a_key_that_changes_time_only_arrives(key: str) -> None:
     value, optimizer = TIME_ONLY[key]
     c = checked(configured(optimizer=optimizer, n_workers=1, **{key: value}), Processes())
     name = key.removeprefix(PREFIX)
-    assert method_options(c)[ALIASES.get(optimizer, {}).get(name, name)] == value
+    assert c.method.options[ALIASES.get(optimizer, {}).get(name, name)] == value
 
 
 def test_a_rank_with_which_nothing_is_compressed_gives_a_warning() -> None:
@@ -191,7 +190,7 @@ def test_null_is_the_default_of_the_constructor_or_of_the_table(optimizer: str) 
     """The configuration that is recorded has the keys of the method, with their values."""
     found = checked(configured(optimizer=optimizer), ALONE)
     assert set(found.options) == set(option_defaults(optimizer))
-    given = method_options(found)
+    given = found.method.options
     row = (AVERAGING | AGGREGATIONS)[optimizer]
     names = ALIASES.get(optimizer, {})
     overridden = {names.get(key, key) for key in DEFAULTS.get(optimizer, {})}
@@ -234,7 +233,7 @@ def test_options_of_a_row_of_a_script_are_those_that_it_has(
         "dgc": {"momentum": 0.4, "nesterov": True},
     }.items():
         own = {"optimizer_compressor": "clipped"} if optimizer == "choco" else {}
-        found = method_options(checked(configured(optimizer=optimizer, seed=7, **own), ALONE))
+        found = checked(configured(optimizer=optimizer, seed=7, **own), ALONE).method.options
         assert {name: found[name] for name in expected} == expected
 
 
@@ -359,7 +358,7 @@ def test_rates_of_choco_by_default(
     given = {key.removeprefix("optimizer_"): value for key, value in more.items()}
     given.pop("learning", None)
     if "learning" not in more:
-        method = Specification("choco", compressor=compressor, **given)
+        method = GossipMethod.on_graph("choco", compressor=compressor, **given)
         assert method.options["diffusion_rate"] == rate
         assert method.options["copy_rate"] == copy_rate
 

@@ -21,7 +21,6 @@ from powergossip.network.resilient.links import Links
 from powergossip.training.asynchronous.execution import AcrossProcesses, OnVirtualClock, lines_of
 from powergossip.training.asynchronous.workers import EdgeWorkers
 from powergossip.training.execution import Computation
-from powergossip.training.methods import averaging_options
 
 
 def make(run: Computation, links: Links | None, joins: bool) -> OnVirtualClock | AcrossProcesses:
@@ -31,7 +30,7 @@ def make(run: Computation, links: Links | None, joins: bool) -> OnVirtualClock |
         joins: Whether this process replaces a lost one.
     """
     c, counter = run.config, run.network.counter
-    workers = EdgeWorkers(run, averaging_options(c, run.network.topology, run.parameters.layout))
+    workers = EdgeWorkers(run, c.method.resolved(run.network.topology, run.parameters.layout))
     if links is not None:
         together = c.gossip == "synchronous"
         wall = WallClock(
