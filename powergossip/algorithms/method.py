@@ -44,6 +44,12 @@ def parameters(name: str, given: Mapping[str, Any] | None = None) -> dict[str, P
     return _options.parameters(row, given, compressor=compressors.COMPRESSORS)
 
 
+def defaults(name: str, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Option → default of a method, whose compressor may be `given`. Raises ValueError."""
+    found = {option: parameter.default for option, parameter in parameters(name, given).items()}
+    return registry.with_copy_rate(found, given or {})
+
+
 @dataclass(frozen=True)
 class Method:
     """An averaging rule or compressed gradients, a learning rule, and all their options.
@@ -92,9 +98,8 @@ class Method:
         given = _options.check(averaging, given, known)
         for option, value in given.items():  # rates of single workers are for `averaging_rule`
             checks.check(option, value, not isinstance(value, Tensor), "a number")
-        values = {option: parameter.default for option, parameter in known.items()}
-        values = registry.with_copy_rate(values, preferred | given)
-        values |= {option: preferred[option] for option in preferred if option in known} | given
+        values = defaults(averaging, preferred | given) | preferred | given
+        values = {option: values[option] for option in known}
         known = _options.parameters(rule)
         own = _options.check(f"learning={learning}", learning_options or {}, known)
         for option in CHECKS.keys() & own.keys():

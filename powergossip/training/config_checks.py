@@ -384,8 +384,8 @@ def option_defaults(optimizer: str, given: Mapping[str, Any] | None = None) -> d
 
     `given`, X → value, may choose the compressor, whose options are included.
     """
-    known = method.parameters(optimizer, given)
-    found = {key: known[name].default for name, key in _keys(optimizer, known).items()}
+    known = method.defaults(optimizer, given)
+    found = {key: known[name] for name, key in _keys(optimizer, known).items()}
     of_gradients = {*aggregation.AGGREGATIONS} - aggregation.OF_LOCAL_STEPS
     return found | (OF_RULE if optimizer in of_gradients else {}) | DEFAULTS.get(optimizer, {})
 

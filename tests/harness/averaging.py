@@ -17,7 +17,7 @@ from powergossip.topologies import Round, Topology
 ALONE = Processes()
 SHAPES = [(4, 3), (6, 5), (3,), (4, 3), (2, 2, 3), (1, 7), ()]
 POWER_GOSSIP: list[dict[str, Any]] = [
-    dict(),
+    {},
     dict(rank=2, num_iterations=2),
     dict(rank=3),
     dict(warm_start=False),
@@ -28,37 +28,42 @@ UNDIRECTED = ["ring", "star", "chain", "torus", "fully-connected", "binary-tree"
 Case = tuple[str, dict[str, Any]]
 
 
+COMPRESSORS: list[tuple[str, float, dict[str, Any]]] = [  # with rates of choco
+    ("sign-and-norm", 0.3, {}),
+    ("top-k", 0.3, {"keep_ratio": 0.4}),
+    ("random-k", 0.2, {"keep_ratio": 0.4}),
+    ("random-block", 0.2, {"keep_ratio": 0.4}),
+    ("svd", 0.3, {}),
+    ("qsgd", 0.3, {"levels": 16}),
+    ("rounding", 0.3, {}),
+    ("identity", 1.0, {}),
+]
 COMPRESSED: list[Case] = [
     *(
         (
             name,
-            dict(compressor=compressor, diffusion_rate=rate, **dict(more)),
+            {
+                "compressor": compressor,
+                "diffusion_rate": rate * (factor if rate < 1 else 1),
+                **more,
+            },
         )
         for name, factor in (("choco", 1.0), ("deepsqueeze", 0.3))
-        for compressor, rate, more in [
-            ("sign-and-norm", 0.3 * factor, dict()),
-            ("top-k", 0.3 * factor, dict(keep_ratio=0.4)),
-            ("random-k", 0.2 * factor, dict(keep_ratio=0.4)),
-            ("random-block", 0.2 * factor, dict(keep_ratio=0.4)),
-            ("svd", 0.3 * factor, dict()),
-            ("qsgd", 0.3 * factor, dict(levels=16)),
-            ("rounding", 0.3 * factor, dict()),
-            ("identity", 1.0, dict()),
-        ]
+        for compressor, rate, more in COMPRESSORS
     ),
-    ("moniqua", dict(theta=6.0, diffusion_rate=0.1)),
+    ("moniqua", {"theta": 6.0, "diffusion_rate": 0.1}),
 ]
 
 
 EVERY: list[Case] = [
-    ("all-reduce", dict()),
-    ("dpsgd", dict()),
-    ("push-sum", dict()),
+    ("all-reduce", {}),
+    ("dpsgd", {}),
+    ("push-sum", {}),
     ("push-sum", dict(running_sums=True)),
     ("sparta", dict(keep_ratio=0.3)),
     *(("power-gossip", options) for options in POWER_GOSSIP),
     *COMPRESSED,
-    *((name, dict()) for name in CONSENSUS_ONLY),
+    *((name, {}) for name in CONSENSUS_ONLY),
 ]
 
 

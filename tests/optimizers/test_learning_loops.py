@@ -24,7 +24,9 @@ from powergossip.network import Network, Processes, processes
 from powergossip.optimizers import GossipOptimizer
 from powergossip.parameters import Layout, Parameters
 from powergossip.training.config import Settings
+from powergossip.training.config_checks import checked
 from powergossip.training.local_optimizers import LocalOptimizer
+from tests.harness.training import after_steps, configured
 
 N, ROWS, COLUMNS = 4, 6, 5
 D = ROWS * COLUMNS + ROWS
@@ -577,17 +579,44 @@ def test_bad_combinations_are_rejected(name: str) -> None:
         GossipOptimizer(make(Quadratic(0)), method, process_group=ALONE, **keywords)
 
 
-def test_options_of_a_rule_of_a_script_are_no_fractions(monkeypatch: pytest.MonkeyPatch) -> None:
-    class WarmUp(learning.DPSGD):
-        def __init__(self, workers: learning.Workers, *, num_steps: int = 10) -> None:
-            super().__init__(workers)
+@pytest.mark.parametrize("home", ["script", "powergossip.algorithms.learning.every"])
+def test_options_of_an_own_rule_are_the_same_by_both_doors(
+    home: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Every(learning.DPSGD):
+        __module__ = home
 
-    monkeypatch.setitem(learning.LEARNING, "warm-up", WarmUp)
-    model = Quadratic(0)
-    make = partial(GossipOptimizer, sgd(model), "dpsgd", process_group=ALONE, learning="warm-up")
-    run(model, make(learning_options={"num_steps": 5}), 2)
-    with pytest.raises(BadInput, match="num_steps='abc': use a whole number"):
-        make(learning_options={"num_steps": "abc"})
+        def __init__(
+            self,
+            workers: learning.Workers,
+            *,
+            every: int = 7,
+            overlapping: bool = True,
+            local_steps: int = 1,
+        ) -> None:
+            super().__init__(workers, overlapping=overlapping, local_steps=local_steps)
+
+    monkeypatch.setitem(learning.LEARNING, "every", Every)
+    keys = {"optimizer": "dpsgd", "learning": "every"}
+    for given in ({}, {"every": 9}):
+        ours = checked(configured(**keys, learning_options=given), ALONE).method
+        after_steps(1, **keys, learning_options=given)
+        model = Quadratic(0)
+        optimizer = GossipOptimizer(
+            sgd(model), "dpsgd", learning="every", learning_options=given, process_group=ALONE
+        )
+        run(model, optimizer, 2)
+        theirs = optimizer.method
+        assert ours.learning_options["every"] == theirs.learning_options["every"]
+        assert ours.learning_options["every"] == given.get("every", 7)
+    for wrong in ("abc", 1.5, True):
+        text = f"every={wrong!r}: use a whole number"
+        with pytest.raises(BadInput, match=text):
+            GossipOptimizer(
+                sgd(model), "dpsgd", learning="every", learning_options={"every": wrong}
+            )
+        with pytest.raises(ValueError, match=f"^learning_options.{text}"):
+            after_steps(1, **keys, learning_options={"every": wrong})
 
 
 @pytest.mark.parametrize(
