@@ -165,7 +165,10 @@ def _of_compressed_gradients(c: Settings, network: Network, parameters: Paramete
 def _of_gossip_rule(c: Settings, network: Network, parameters: Parameters) -> Learner:
     """Build a rule of learning.LEARNING."""
     own = learning.rule(c.learning, c.local_optimizer).owns_momentum
-    local = LocalOptimizer(parameters, c, *((0.0, "sgd") if own else (None, c.local_optimizer)))
+    if own:
+        local = LocalOptimizer(parameters, c, 0.0, "sgd")
+    else:
+        local = LocalOptimizer(parameters, c, None, c.local_optimizer)
     averaging = partial(make_averaging, c, network)
     decay, clip = local.coupled_decay, c.gradient_clipping
     workers = learning.Workers(network, averaging, parameters, local, decay, clip)

@@ -93,7 +93,7 @@ def _of_averaging(make: Callable[[Network, Layout], Averaging], network: Network
 
 
 def _of_learning(make: Callable[[Network, Parameters], Any], network: Network) -> Trial:
-    """Steps of a learning rule, where `make` makes a `methods.Method`."""
+    """Steps of a learning rule, where `make` makes a `methods.Learner`."""
     with seeded(0):
         parameters = Parameters([_Model(SIZE, SIZE, bias=False) for _ in network.workers])
         parameters.x.copy_(_start(network.topology))
