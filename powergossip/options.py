@@ -121,7 +121,8 @@ def check_type(name: str, value: Any, parameter: inspect.Parameter) -> None:
     ok = isinstance(value, (*accepted, int) if float in accepted else tuple(accepted))
     ok = ok and (bool in accepted or not isinstance(value, bool))
     ok = ok and not (isinstance(value, float) and value != value)
-    words = [_TYPES.get(kind, f"a {kind.__name__}") for kind in accepted if kind is not Callable]
+    shown = [kind for kind in accepted if kind.__name__ not in ("Callable", "Tensor")]
+    words = [_TYPES.get(kind, f"a {kind.__name__}") for kind in shown]
     checks.check(name, repr(value), ok, " or ".join(words))
 
 

@@ -95,10 +95,12 @@ class Method:
                     f"{option}={given[option]!r}: learning={learning} has no such option; "
                     "leave it out"
                 )
-        given = _options.check(averaging, given, known)
+        rate = {"diffusion_rate": rates.AUTO}  # rows without it say more than its type
+        auto = rate if rate.items() <= given.items() and rate.keys() <= known.keys() else {}
+        given = _options.check(averaging, {k: v for k, v in given.items() if k not in auto}, known)
         for option, value in given.items():  # rates of single workers are for `averaging_rule`
             checks.check(option, value, not isinstance(value, Tensor), "a number")
-        values = defaults(averaging, preferred | given) | preferred | given
+        values = defaults(averaging, preferred | given) | preferred | given | auto
         values = {option: values[option] for option in known}
         known = _options.parameters(rule)
         own = _options.check(f"learning={learning}", learning_options or {}, known)
@@ -205,7 +207,7 @@ class Method:
         learning_rules.warn_of(self.learning, self.averaging, self.options, prefix)
 
 
-def with_local_steps(
+def rule_options(
     learning: str, local_optimizer: str, *, local_steps: int, **values: Any
 ) -> dict[str, Any]:
     """Those of the values that a learning rule has as options.

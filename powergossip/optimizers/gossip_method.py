@@ -9,7 +9,7 @@ import torch
 from powergossip import algorithms, checks, options, randomness, topologies
 from powergossip.algorithms import learning as learning_rules
 from powergossip.algorithms.averaging import Averaging
-from powergossip.algorithms.method import Method, parameters, with_local_steps
+from powergossip.algorithms.method import Method, parameters, rule_options
 from powergossip.network import Network, Processes
 from powergossip.parameters import Layout
 
@@ -65,7 +65,7 @@ class GossipMethod(Method):
         of_rule, local = dict(learning_options or {}), "sgd"
         if learning_rules.rule(learning).owns_momentum:
             local = of_rule.pop("local_optimizer", local)
-        shared = with_local_steps(learning, local, local_steps=local_steps, overlapping=overlapping)
+        shared = rule_options(learning, local, local_steps=local_steps, overlapping=overlapping)
         for name in shared.keys() & of_rule.keys():
             raise ValueError(f"{name}={of_rule[name]}: use the keyword {name}")
         if "seed" in parameters(averaging, given):

@@ -439,7 +439,7 @@ def _method(c: Settings, given: Mapping[str, Any]) -> Method:
     known = {name: parameter for name, parameter in known.items() if name not in LEARNING_KEYS}
     options.check(f"learning={c.learning}", c.learning_options, known, "learning_options.")
     of_run["overlapping"] = bool(c.overlapping)
-    of_rule = method.with_local_steps(
+    of_rule = method.rule_options(
         c.learning, c.local_optimizer, **{key: of_run[key] for key in LEARNING_KEYS & of_run.keys()}
     )
     with errors_name_keys(c.optimizer):
