@@ -742,7 +742,7 @@ def test_a_wrong_row_of_a_script_is_named_in_one_sentence(
     ("options", "accepted"),
     [
         ({"pull": 1, "sign": True, "kind": "a"}, None),
-        ({"pull": "abc"}, "learning_options.pull=abc: use a number"),
+        ({"pull": "abc"}, "learning_options.pull='abc': use a number"),
         ({"pull": True}, "learning_options.pull=True: use a number"),
         ({"sign": 1}, "learning_options.sign=1: use true or false"),
         ({"kind": 1}, "learning_options.kind=1: use a string"),
