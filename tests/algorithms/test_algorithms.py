@@ -36,11 +36,6 @@ from tests.harness.averaging import (
 UNDIRECTED_ONLY = {"power-gossip", *CONSENSUS_ONLY}
 
 
-def replace(options: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    """The same options but for the changes."""
-    return {**options, **changes}
-
-
 def test_every_name_is_among_the_cases() -> None:
     assert {name for name, _ in EVERY} == {*AVERAGING, *CONSENSUS_ONLY}
     for name in ("choco", "deepsqueeze"):
@@ -162,14 +157,18 @@ def test_copies_are_runs_of_their_own(name: str, options: dict[str, Any]) -> Non
     topology = topologies.make("chain", 4)
     network = Network(topology, ALONE, copies=3)
     rates = torch.tensor([f * float(options.get("diffusion_rate", 1.0)) for f in factors])
-    all_options = replace(options, diffusion_rate=rates.repeat_interleave(4))
+    known = "diffusion_rate" in algorithms.defaults(name)
+
+    def with_rate(rate: Any) -> dict[str, Any]:
+        return {**options, "diffusion_rate": rate} if known else options
+
+    all_options = with_rate(rates.repeat_interleave(4))
     x = start(4, layout).repeat(3, 1)
     steps(network, algorithms.make(name, network, layout, **all_options), x, 10)
     for copy_index, rate in enumerate(rates.tolist()):
         single = Network(topology, ALONE)
         expected = start(4, layout)
-        one = replace(options, diffusion_rate=rate)
-        steps(single, algorithms.make(name, single, layout, **one), expected, 10)
+        steps(single, algorithms.make(name, single, layout, **with_rate(rate)), expected, 10)
         rows = slice(4 * copy_index, 4 * copy_index + 4)
         torch.testing.assert_close(x[rows], expected, atol=1e-5, rtol=1e-5)
         assert network.bits[rows].tolist() == single.bits.tolist()

@@ -140,7 +140,8 @@ def test_accumulated_gradients_gossip_once() -> None:
 @pytest.mark.parametrize("method", ["dpsgd", "power-gossip, rank 2"])
 def test_a_worker_whose_step_is_skipped_still_gossips(method: str) -> None:
     """A GradScaler that finds an overflow in worker 2 skips its optimizer's step."""
-    ddp, optimizer, state = hooked(**METHODS[method], local="sgd")
+    options = METHODS[method] if "," in method else {"method": method}
+    ddp, optimizer, state = hooked(**options, local="sgd")
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     for t in range(4):
         optimizer.zero_grad()
