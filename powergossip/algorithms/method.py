@@ -44,10 +44,10 @@ def parameters(name: str, given: Mapping[str, Any] | None = None) -> dict[str, P
     return _options.parameters(row, given, compressor=compressors.COMPRESSORS)
 
 
-def defaults(name: str, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Option → default of a method, whose compressor may be `given`. Raises ValueError."""
-    found = {option: parameter.default for option, parameter in parameters(name, given).items()}
-    return registry.with_copy_rate(found, given or {})
+def defaults(known: Mapping[str, Parameter], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Option → default of `parameters`, which may depend on `given` options."""
+    found = {option: parameter.default for option, parameter in known.items()}
+    return registry.with_copy_rate(found, given)
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,7 @@ class Method:
         given = dict(options or {})
         preferred = learning_rules.averaging_defaults(learning, averaging)
         known = parameters(averaging, preferred | given)
+        values = defaults(known, preferred | given)
         for option in learning_rules.without(learning):
             known.pop(option, None)
             if option in given:
@@ -95,12 +96,12 @@ class Method:
                     f"{option}={given[option]!r}: learning={learning} has no such option; "
                     "leave it out"
                 )
-        rate = {"diffusion_rate": rates.AUTO}  # rows without it say more than its type
+        rate = {"diffusion_rate": rates.AUTO}  # other rows reject it with the rates
         auto = rate if rate.items() <= given.items() and rate.keys() <= known.keys() else {}
         given = _options.check(averaging, {k: v for k, v in given.items() if k not in auto}, known)
         for option, value in given.items():  # rates of single workers are for `averaging_rule`
             checks.check(option, value, not isinstance(value, Tensor), "a number")
-        values = defaults(averaging, preferred | given) | preferred | given | auto
+        values |= preferred | given | auto
         values = {option: values[option] for option in known}
         known = _options.parameters(rule)
         own = _options.check(f"learning={learning}", learning_options or {}, known)
@@ -158,8 +159,8 @@ class Method:
 
     def learning_rule(self, workers: learning_rules.Workers) -> learning_rules.GossipRule:
         """The learning rule. Raises ValueError for a bad value."""
-        options = self.learning_options
-        return learning_rules.make(self.learning, workers, self.local_optimizer, **options)
+        rule = learning_rules.rule(self.learning, self.local_optimizer)
+        return rule(workers, **self.learning_options)
 
     # --- Diffusion rates ---
 

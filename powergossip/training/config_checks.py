@@ -384,7 +384,7 @@ def option_defaults(optimizer: str, given: Mapping[str, Any] | None = None) -> d
 
     `given`, X → value, may choose the compressor, whose options are included.
     """
-    known = method.defaults(optimizer, given)
+    known = method.defaults(method.parameters(optimizer, given), given or {})
     found = {key: known[name] for name, key in _keys(optimizer, known).items()}
     of_gradients = {*aggregation.AGGREGATIONS} - aggregation.OF_LOCAL_STEPS
     return found | (OF_RULE if optimizer in of_gradients else {}) | DEFAULTS.get(optimizer, {})

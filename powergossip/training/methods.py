@@ -52,7 +52,9 @@ def check_method(c: Settings, network: Network) -> str:
     if c.by_edges:
         from powergossip.training.asynchronous import edge_options as in_edge_form
 
-        in_edge_form.check(c, c.method.resolved(network.topology, SMALL), network)
+        with errors_name_learning_options(c):
+            resolved = c.method.resolved(network.topology, SMALL)
+        in_edge_form.check(c, resolved, network)
     if c.method.averages:
         with errors_name_keys(c.optimizer), errors_name_learning_options(c):
             averaging = c.method.example(network)
