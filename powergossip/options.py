@@ -6,14 +6,12 @@ options, under the names that configurations and command lines use. No other lis
 
 A row with a parameter such as `compressor` and with `**compressor_options` chooses from another
 registry. Its options then include those of the chosen row.
-
-A row whose last required parameter is called `options` gets all options in one object.
 """
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from types import SimpleNamespace
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin
 
 from powergossip import checks
 
@@ -74,50 +72,60 @@ def defaults(
     return {name: p.default for name, p in parameters(row, given, **registries).items()}
 
 
-def takes_all(row: Builder) -> bool:
-    """Whether the row gets all options in one object, as its last required parameter."""
-    required = [
-        p.name
-        for p in inspect.signature(row).parameters.values()
-        if p.default is p.empty and p.kind is not p.VAR_KEYWORD
-    ]
-    return bool(required) and required[-1] == "options"
-
-
-def check(name: str, given: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
+def check(
+    name: str, given: Mapping[str, Any], known: Mapping[str, inspect.Parameter], prefix: str = ""
+) -> dict[str, Any]:
     """Return the given options, with numbers of numpy as Python's.
 
-    Raises ValueError for one that the method `name` does not have.
+    Args:
+        name: What has the options, for errors.
+        known: Option → parameter. A value has the annotated type, or else that of the default.
+        prefix: Of the options in errors.
+
+    Raises:
+        ValueError: For an unknown option, and BadValue for a value of another type.
     """
-    for option, value in given.items():
+    found = {option: checks.plain(value) for option, value in given.items()}
+    for option, value in found.items():
+        key = f"{prefix}{option}"
         if option not in known:
-            accepted = f"use {', '.join(known)}" if known else "it has none"
+            accepted = ", ".join(f"{prefix}{name}" for name in known)
+            accepted = f"use {accepted}" if known else "it has none"
             accepted += colon_hint([option])
-            raise ValueError(f"{option}={value}: {name} has no such option; {accepted}")
-    return {option: checks.plain(value) for option, value in given.items()}
+            raise ValueError(f"{key}={value}: {name} has no such option; {accepted}")
+        check_type(key, value, known[option])
+    return found
+
+
+_TYPES = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a string",
+    NoneType: "None",
+}
+
+
+def check_type(name: str, value: Any, parameter: inspect.Parameter) -> None:
+    """Raise BadValue for a value that has not the type of a parameter, or is NaN.
+
+    Annotations that are not types or unions of types accept every value.
+    """
+    kind = parameter.annotation
+    if kind is parameter.empty and parameter.default is not None:
+        kind = type(parameter.default)
+    kinds = get_args(kind) if isinstance(kind, UnionType) else (kind,)
+    accepted = [get_origin(kind) or kind for kind in kinds]
+    if not all(isinstance(kind, type) for kind in accepted) or {Any, parameter.empty} & {*accepted}:
+        return
+    ok = isinstance(value, (*accepted, int) if float in accepted else tuple(accepted))
+    ok = ok and (bool in accepted or not isinstance(value, bool))
+    ok = ok and not (isinstance(value, float) and value != value)
+    shown = [kind for kind in accepted if kind.__name__ not in ("Callable", "Tensor")]
+    words = [_TYPES.get(kind, f"a {kind.__name__}") for kind in shown]
+    checks.check(name, repr(value), ok, " or ".join(words))
 
 
 def colon_hint(names: Iterable[str]) -> str:
     """A hint for names such as `degree:2`, which are keys without a value in YAML."""
     return " (YAML needs a space after the colon)" if any(":" in name for name in names) else ""
-
-
-class Options(SimpleNamespace):
-    """Options as attributes: the defaults of all rows of a registry, and on top those given.
-
-    Args:
-        given: The given options.
-    """
-
-    def __init__(self, registry: Registry, given: Mapping[str, Any]):
-        every: dict[str, Any] = {}
-        for row in registry.values():
-            if not takes_all(row):
-                for option, default in defaults(row).items():
-                    # None where rows differ: each then takes its own default.
-                    every[option] = default if every.get(option, default) == default else None
-        for option, value in given.items():
-            if option not in every:
-                raise TypeError(f"{option}={value!r} is an option of none of {', '.join(registry)}")
-        super().__init__(**{**every, **given})
-        self.given = dict(given)

@@ -160,8 +160,13 @@ def make(name: str, network: Network, layout: Layout, **given: Any) -> Aggregati
     Raises ValueError for an unknown name, an option that it does not have, or a bad value.
     """
     row = options.find(AGGREGATIONS, "aggregation", name)
-    known = options.defaults(row, given, compressor=compressors.COMPRESSORS)
-    aggregation: Aggregation = row(network, layout, **options.check(name, given, known))
+    known = options.parameters(row, given, compressor=compressors.COMPRESSORS)
+    return build(name, network, layout, options.check(name, given, known))
+
+
+def build(name: str, network: Network, layout: Layout, options: Mapping[str, Any]) -> Aggregation:
+    """Build the aggregation of that name with options that have been checked."""
+    aggregation: Aggregation = AGGREGATIONS[name](network, layout, **options)
     for attribute in vars(Aggregation):
         if not attribute.startswith("_") and not hasattr(aggregation, attribute):
             raise TypeError(

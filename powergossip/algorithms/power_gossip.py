@@ -79,7 +79,7 @@ class PowerGossip:
         *,
         diffusion_rate: Rate | str = 1.0,
         rank: int = 1,
-        num_iterations: int = 1,
+        num_iterations: int = 2,
         warm_start: bool = True,
         round_weights: bool = False,
         seed: int = 0,

@@ -20,6 +20,7 @@ from powergossip.algorithms.plain import (
 from powergossip.algorithms.power_gossip import PowerGossip
 from powergossip.algorithms.push_sum import PushSum
 from powergossip.compressors import Codec, matrices
+from powergossip.deprecated import Options as AveragingOptions
 from powergossip.network import Network
 from powergossip.parameters import Layout
 from powergossip.topologies import Topology
@@ -135,17 +136,6 @@ CONSENSUS_ONLY: dict[str, _options.Builder] = {
 }
 
 
-class AveragingOptions(_options.Options):
-    """Options of all averaging algorithms as attributes, for rows that take them in one object."""
-
-    def __init__(self, **given: Any):
-        compressor_options = given.pop("compressor_options", compressors.CompressorOptions())
-        super().__init__(AVERAGING | CONSENSUS_ONLY, given)
-        # Also for rows that differ: CHOCO-Gossip's default depends on compressor and graph.
-        self.diffusion_rate: Any = given.get("diffusion_rate", 1.0)
-        self.compressor_options = compressor_options
-
-
 def defaults(name: str, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return option → default of an algorithm, including the options of its compressor: the one
     that `given` names, or the default one.
@@ -159,11 +149,16 @@ def defaults(name: str, given: Mapping[str, Any] | None = None) -> dict[str, Any
     """
     row = _options.find(AVERAGING | CONSENSUS_ONLY, "algorithm", name)
     found = _options.defaults(row, given, compressor=compressors.COMPRESSORS)
-    if "copy_rate" in found:
+    return with_copy_rate(found, given or {})
+
+
+def with_copy_rate(defaults: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The defaults of an algorithm, with the copy rate of the chosen compressor."""
+    if "copy_rate" in defaults:
         with suppress(ValueError, TypeError):
-            rate = rates.copy_rate(_compressor(found, given or {}))
-            found["copy_rate"] = None if callable(rate) else rate
-    return found
+            rate = rates.copy_rate(_compressor(defaults, given))
+            defaults["copy_rate"] = None if callable(rate) else rate
+    return defaults
 
 
 def _compressor(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> compressors.Compressor:
@@ -254,25 +249,25 @@ def make(
 ) -> Averaging:
     """Build the averaging algorithm of that name with the options `given`.
 
-    From an `options` object it takes its own.
-
     Raises:
         ValueError: For an unknown name, an option that the algorithm does not have, a bad value, or
             a directed graph on which it would be biased.
     """
     row = _options.find(AVERAGING | CONSENSUS_ONLY, "algorithm", name)
-    if _options.takes_all(row):
-        return _unbiased(name, network, row(network, layout, options or AveragingOptions(**given)))
-    if options is not None:
-        own = _options.defaults(row)
-        given = {option: value for option, value in options.given.items() if option in own}
-        if "compressor" in own:
-            given = options.compressor_options.given | given
-    known = _options.defaults(row, given, compressor=compressors.COMPRESSORS)
-    if options is not None:
-        given = {option: value for option, value in given.items() if option in known}
-    given = _options.check(name, given, known)
-    return _unbiased(name, network, row(network, layout, **given))
+    given = given if options is None else options.given
+    known = _options.parameters(row, given, compressor=compressors.COMPRESSORS)
+    given = given if options is None else options.own(known)
+    return build(name, network, layout, _options.check(name, given, known))
+
+
+def build(name: str, network: Network, layout: Layout, options: Mapping[str, Any]) -> Averaging:
+    """Build the averaging algorithm of that name with options that have been checked.
+
+    Raises:
+        ValueError: For a bad value, or a directed graph on which it would be biased.
+    """
+    row = (AVERAGING | CONSENSUS_ONLY)[name]
+    return _unbiased(name, network, row(network, layout, **options))
 
 
 def _unbiased(name: str, network: Network, averaging: Averaging) -> Averaging:

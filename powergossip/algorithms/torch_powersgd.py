@@ -236,7 +236,7 @@ class DDPHook:
         *,
         hook: str,
         rank: int = 1,
-        start_iteration: int = 1000,
+        start_iteration: int | str = 1000,
         error_feedback: bool = True,
         warm_start: bool = True,
         min_compression_rate: float = 2.0,

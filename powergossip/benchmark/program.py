@@ -20,8 +20,9 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 import train
-from powergossip import __version__, algorithms, compressors, options
+from powergossip import __version__, algorithms, options
 from powergossip.algorithms import aggregation
+from powergossip.algorithms.method import Method, parameters
 from powergossip.atomic_files import write_atomically
 from powergossip.benchmark import data, entries, measuring
 from powergossip.benchmark.tasks import FINAL, OPTION, RESULT, TASKS, BenchmarkTask, Values
@@ -102,7 +103,7 @@ def _averaging(own: Values, network: Network, layout: Layout) -> algorithms.Aver
     """The averaging rule of a setting, with the seed of the run where it has such an option."""
     name, given = own["optimizer"], _options(own)
     shared = {name: own[key] for name, key in shared_keys(name).items() if key in own}
-    return algorithms.make(name, network, layout, **{**shared, **given})
+    return Method.of(name, options=shared | given).averaging_rule(network, layout)
 
 
 def _options(setting: Values) -> Values:
@@ -139,19 +140,19 @@ def registered(setting: Values) -> Values:
 def _with_options(setting: Values, own: Values) -> str:
     """Add a row of the method of a setting with these options, and return its name."""
     name = setting["optimizer"]
-    for registry in (algorithms.AVERAGING, aggregation.AGGREGATIONS):
-        if name in registry:
-            known = options.defaults(
-                registry[name], _options(setting), compressor=compressors.COMPRESSORS
-            )
-            for option in own:
-                if option not in known:
-                    accepted = f"its options are {', '.join(known)}" if known else "it has none"
-                    raise BadInput(f"{name} has no option {option}; {accepted}")
-            full = f"{name} {json.dumps(own, sort_keys=True)}"
-            registry[full] = partial(registry[name], **own)
-            return full
-    raise BadInput(f'optimizer "{name}" is unknown; register it in the file of the entry')
+    registry = next(
+        (r for r in (algorithms.AVERAGING, aggregation.AGGREGATIONS) if name in r), None
+    )
+    if registry is None:
+        raise BadInput(f'optimizer "{name}" is unknown; register it in the file of the entry')
+    known = parameters(name, _options(setting))
+    try:
+        options.check(name, {k: v for k, v in own.items() if k not in known}, known)
+    except ValueError as error:
+        raise BadInput(str(error)) from error
+    full = f"{name} {json.dumps(own, sort_keys=True)}"
+    registry[full] = partial(registry[name], **own)
+    return full
 
 
 def one(

@@ -70,6 +70,7 @@ from powergossip.compressors.low_rank import SVD
 from powergossip.compressors.packing import pack, packed_size, unpack
 from powergossip.compressors.quantized import QSGD, Identity, Rounding, SignAndNorm
 from powergossip.compressors.sparse import RandomBlock, RandomK, TopK
+from powergossip.deprecated import Options as CompressorOptions
 
 __all__ = [
     "COMPRESSORS",
@@ -114,30 +115,17 @@ COMPRESSORS: dict[str, _options.Builder] = {
 }
 
 
-class CompressorOptions(_options.Options):
-    """Options of all compressors as attributes, for a row that takes them in one object."""
-
-    def __init__(self, **given: Any):
-        super().__init__(COMPRESSORS, given)
-
-
-def make(name: str, options: CompressorOptions | None = None, **given: Any) -> Compressor:
+def make(name: str, options: CompressorOptions | None = None, /, **given: Any) -> Compressor:
     """Build the compressor of that name with the options `given`.
-
-    From an `options` object it takes its own.
 
     Raises:
         ValueError: For an unknown name, an option that the compressor does not have, or a bad
             value.
     """
     row = _options.find(COMPRESSORS, "compressor", name)
-    if _options.takes_all(row):
-        built: Compressor = row(options or CompressorOptions(**given))
-        return built
-    known = _options.defaults(row)
-    if options is not None:
-        given = {option: value for option, value in options.given.items() if option in known}
-    built = row(**_options.check(name, given, known))
+    known = _options.parameters(row)
+    given = given if options is None else options.own(known)
+    built: Compressor = row(**_options.check(name, given, known))
     for method in ("fields", "compress", "decompress"):
         if not callable(getattr(built, method, None)):
             raise TypeError(f"compressor {name} has no method {method}; see compressors.Compressor")

@@ -4,9 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from powergossip import algorithms, options
-from powergossip.network import Network
-from powergossip.parameters import Layout
+from powergossip.algorithms.method import Method, parameters
 
 
 @dataclass(frozen=True)
@@ -28,19 +26,12 @@ class ConsensusMethod:
     needs_grid: bool = True
     num_steps: int = 5000
 
-    def build(self, network: Network, layout: Layout, values: Mapping[str, Any]) -> Any:
-        """Build the averaging algorithm. Its options come from `values`; other keys are ignored."""
+    def method(self, values: Mapping[str, Any]) -> Method:
+        """The method whose other options come from `values`; those of others are ignored."""
         given = {**values, **self.options}
-        row = (algorithms.AVERAGING | algorithms.CONSENSUS_ONLY)[self.averaging]
-        if options.takes_all(row):
-            every = vars(algorithms.AveragingOptions())
-            known = {option: value for option, value in given.items() if option in every}
-            return algorithms.make(
-                self.averaging, network, layout, algorithms.AveragingOptions(**known)
-            )
-        own = algorithms.defaults(self.averaging, given)
-        known = {option: value for option, value in given.items() if option in own}
-        return algorithms.make(self.averaging, network, layout, **known)
+        known = parameters(self.averaging, given)
+        own = {option: value for option, value in given.items() if option in known}
+        return Method.of(self.averaging, options=own)
 
 
 # As published: by then, methods of the family of plain gossip agree up to rounding.

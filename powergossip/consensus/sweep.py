@@ -235,7 +235,9 @@ class Sweep:
             ).repeat_interleave(network.hosted)
             for option in settings[0]
         }
-        return ALGORITHMS[name].build(network, layout, values | self.options(layout) | options)
+        method = ALGORITHMS[name].method(self.options(layout) | options)
+        own = {k: v for k, v in values.items() if k in method.options and k not in options}
+        return method.averaging_rule(network, layout, **own)
 
     def options(self, layout: Layout) -> dict[str, Any]:
         """Values of options that all settings have in common."""
@@ -384,14 +386,9 @@ class BatchByEdges:
     def __init__(self, sweep: Sweep, name: str, settings: list[Setting]):
         self.settings, self.x = settings, sweep.start.clone()
         c, self._sweep, self._name = sweep.config, sweep, name
-        method = ALGORITHMS[name]
-        given = {**settings[0], **sweep.options(sweep.layout), **method.options}
-        known = algorithms.defaults(method.averaging, given)
-        rule = averaging.make(
-            method.averaging,
-            sweep.layout,
-            **{option: value for option, value in given.items() if option in known},
-        )
+        method = ALGORITHMS[name].method({**settings[0], **sweep.options(sweep.layout)})
+        options = method.resolved(sweep.topology, sweep.layout)
+        rule = averaging.make(method.averaging, sweep.layout, **options)
         members, policy = Members(sweep.topology), Policy(c.gossip, c.max_delay or 0)
         network = Network(sweep.topology, sweep.processes, sweep.device)
 

@@ -390,7 +390,7 @@ EXCHANGES: dict[str, _options.Builder] = {
 def make(name: str, layout: Layout, **given: Any) -> Exchanges:
     """Build the rule of that name. Raises ValueError for unknown names and options, bad values."""
     row = _options.find(EXCHANGES, "algorithm", name)
-    known = _options.defaults(row, given, compressor=compressors.COMPRESSORS)
+    known = _options.parameters(row, given, compressor=compressors.COMPRESSORS)
     given = _options.check(name, given, known)
     made: Exchanges = row(layout, **given)
     return made

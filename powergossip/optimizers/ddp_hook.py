@@ -32,9 +32,9 @@ from powergossip import checks, network
 from powergossip.optimizers.checks import check_same_everywhere, not_compiled
 from powergossip.optimizers.gossip import check_wrappable
 from powergossip.optimizers.gossip_engine import Averaged, trainable_of
+from powergossip.optimizers.gossip_method import GossipMethod
 from powergossip.optimizers.gradients import Traffic
-from powergossip.optimizers.learning_rules import averaging_only
-from powergossip.optimizers.specification import Specification, as_method, check_overlapping
+from powergossip.optimizers.learning_rules import LearningRule
 
 
 class GossipState(Traffic):
@@ -62,7 +62,7 @@ class GossipState(Traffic):
 
     Args:
         optimizer: A torch optimizer of the DDP module's parameters. Its `step` mixes, then updates.
-        method: The name of an averaging algorithm, or a `Method`, as for `GossipOptimizer`.
+        method: Name of an averaging algorithm, as for `GossipOptimizer`.
         local_steps: Number of steps per step of gossip.
         message_dtype, process_group, options: As for `GossipOptimizer`, which has the same
             trajectory with overlapping=True.
@@ -78,7 +78,7 @@ class GossipState(Traffic):
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        method: str | Specification,
+        method: str,
         *,
         local_steps: int = 1,
         message_dtype: str = "float32",
@@ -88,11 +88,16 @@ class GossipState(Traffic):
         processes, local_steps = network.processes_of(process_group), checks.plain(local_steps)
         with processes.agreed():
             check_wrappable(optimizer, local_steps)
-            self.method = as_method(method, options)
-            check_overlapping(self.method, "gossip_hook")
+            self.method = GossipMethod.on_graph(method, **options)
+            self.method.check_overlapping("gossip_hook")
             trainable = trainable_of(optimizer)
         self._averaged = Averaged(
-            "GossipState", processes, self.method, trainable[0], averaging_only(), message_dtype
+            "GossipState",
+            processes,
+            self.method,
+            trainable[0],
+            LearningRule(None, self.method),
+            message_dtype,
         )
         self.network = self._averaged.network
         check_same_everywhere(processes, {"local_steps": local_steps})

@@ -32,8 +32,9 @@ from powergossip.optimizers.checks import (
     not_compiled,
 )
 from powergossip.optimizers.gossip_engine import DTYPES, Averaged, trainable_of
+from powergossip.optimizers.gossip_method import GossipMethod
 from powergossip.optimizers.gradients import Traffic
-from powergossip.optimizers.learning_rules import LearningRule, check_effective
+from powergossip.optimizers.learning_rules import LearningRule
 from powergossip.optimizers.sharded_parameters import (
     Sharding,
     check_sharding_options,
@@ -41,30 +42,6 @@ from powergossip.optimizers.sharded_parameters import (
     memory,
     replicas,
 )
-from powergossip.optimizers.specification import (
-    AllReduce,
-    Averaging,
-    Choco,
-    DeepSqueeze,
-    Gossip,
-    Moniqua,
-    PowerGossip,
-    Specification,
-    as_method,
-    check_overlapping,
-)
-
-__all__ = [
-    "AllReduce",
-    "Averaging",
-    "Choco",
-    "DeepSqueeze",
-    "Gossip",
-    "GossipOptimizer",
-    "Moniqua",
-    "PowerGossip",
-    "Specification",
-]
 
 
 def _of_wrapped(name: str) -> Any:
@@ -160,7 +137,7 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        method: str | Specification,
+        method: str,
         *,
         local_steps: int = 1,
         overlapping: bool = False,
@@ -169,7 +146,6 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
         max_norm: float | None = None,
         message_dtype: str = "float32",
         process_group: Any = None,
-        processes: Processes | None = None,
         mesh: Any = None,
         per_shard: bool = False,
         **options: Any,
@@ -177,26 +153,24 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
         """Wrap `optimizer`.
 
         Args:
-            method: Name of an averaging algorithm, such as "power-gossip", or a `Method`.
+            method: Name of an averaging algorithm, such as "power-gossip".
             local_steps: Number of steps per step of gossip.
             learning, learning_options: The learning rule and its options, see the class.
             max_norm: Largest norm of the gradient, after its correction by the learning rule.
             process_group: The participants, one worker each: a group of torch.distributed, an
                 mpi4py communicator, a `Processes`, or None for all processes of the run.
-            processes: Earlier name of process_group.
             mesh: The dimension of a DeviceMesh along which replicas differ, such as
                 mesh["replica"], for parameters that are sharded along another one.
             per_shard: Whether a shard compresses its block of a matrix as a matrix of its own.
-            **options: Keyword arguments of `Method`: topology="ring", topology_options, seed=0, and
+            **options: Of `GossipMethod.on_graph`: topology="ring", topology_options, seed=0, and
                 the options of the algorithm, which `algorithms.defaults("power-gossip")` lists.
         """
-        group = processes if process_group is None else process_group
         sharding = None
         if mesh is None:
-            who = network.processes_of(group)
+            who = network.processes_of(process_group)
         else:
-            who, sharding = _sharding(optimizer, mesh, group, per_shard)
-        self.wrapped, self._of_all = optimizer, group is None
+            who, sharding = _sharding(optimizer, mesh, process_group, per_shard)
+        self.wrapped, self._of_all = optimizer, process_group is None
         local_steps = checks.plain(local_steps)
         self._local_steps, self._overlapping, self._steps = local_steps, overlapping, 0
         self._corrected = False
@@ -204,28 +178,21 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
         with who.agreed():
             check_wrappable(optimizer, local_steps)
             check_sharding_options(mesh, per_shard, message_dtype)
-            self.method = as_method(method, options)
-            if overlapping:
-                check_overlapping(self.method, "overlapping=True")
-            self._learning = LearningRule(
-                optimizer,
+            self.method = GossipMethod.on_graph(
+                method,
                 learning,
-                {} if learning_options is None else learning_options,
                 overlapping=overlapping,
                 local_steps=local_steps,
-                max_norm=max_norm,
+                learning_options=learning_options,
+                **options,
             )
-            check_effective(learning, self.method.given)
-            self.method = self.method.preferring(
-                self._learning.defaults_of(self.method),
-                self._learning.diffusion_factor(self.method),
-                self._learning.largest_rate,
-            )
+            if overlapping:
+                self.method.check_overlapping("overlapping=True")
+            self._learning = LearningRule(optimizer, self.method, max_norm)
             if who.rank == 0:
-                self._learning.warn_of(self.method)
+                self.method.warn_of_options()
             trainable = trainable_of(optimizer, sharded=sharding is not None)
-        of_all = {"the learning rule": repr(self._learning), "local_steps": local_steps}
-        check_same_everywhere(who, of_all | {"overlapping": overlapping})
+        check_same_everywhere(who, {"local_steps": local_steps, "overlapping": overlapping})
         self._averaged = Averaged(
             "GossipOptimizer",
             who,
@@ -280,8 +247,7 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         return (
-            f"GossipOptimizer({self.wrapped!r}, {self.method!r}, local_steps={self._local_steps}, "
-            f"{self._learning!r})"
+            f"GossipOptimizer({self.wrapped!r}, {self.method!r}, local_steps={self._local_steps})"
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -25,6 +25,7 @@ from powergossip.optimizers.checks import (
     owner_of,
     warn_of_buffers,
 )
+from powergossip.optimizers.gossip_method import GossipMethod
 from powergossip.optimizers.gradients import Traffic
 from powergossip.optimizers.learning_rules import LearningRule, PartRule
 from powergossip.optimizers.precision import HALF, Rounding, message_dtype_of, working_dtype
@@ -36,7 +37,6 @@ from powergossip.optimizers.sharded_parameters import (
     reshard_modules,
     shaped_like,
 )
-from powergossip.optimizers.specification import Specification
 from powergossip.parameters import PRECISIONS, Layout, check_parameters, is_misaligned
 
 DTYPES = (*PRECISIONS, *HALF)  # of trainable parameters
@@ -192,7 +192,7 @@ class Averaged(Traffic):
         self,
         owner: str,
         processes: Processes,
-        method: Specification,
+        method: GossipMethod,
         like: Tensor,
         learning: LearningRule,
         message_dtype: str = "float32",
@@ -260,7 +260,6 @@ class Averaged(Traffic):
                     self.sharding,
                 )
                 self.method.warn_of_rate(self.network, part.layout)
-                self._learning.warn_of_rate(self.method, self.network)
             parts.append(part)
         if move:
             of_process_0 = [p for p in parameters if is_frozen(p)]
@@ -442,7 +441,6 @@ class Averaged(Traffic):
         return {
             "version": _VERSION,
             **self.method.facts(),
-            **self._learning.facts(),
             **others,
             **owner_of(self.processes),
             "shapes": [[list(p.shape) for p in part.parameters] for part in self.parts],

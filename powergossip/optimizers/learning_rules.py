@@ -3,110 +3,58 @@
 Axes: worker (always 1: that of this process), D elements of a part.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from powergossip import algorithms, checks
-from powergossip import options as _options
 from powergossip.algorithms import learning
 from powergossip.network import Conversation, Network
 from powergossip.optimizers.checks import is_frozen, named
+from powergossip.optimizers.gossip_method import GossipMethod
 from powergossip.optimizers.precision import HALF
 from powergossip.optimizers.sharded_parameters import block, shaped_like
-from powergossip.optimizers.specification import Specification, check_type
 from powergossip.parameters import Layout
-from powergossip.topologies import Topology
-
-# Options of rules that are keywords of GossipOptimizer.
-_KEYWORDS = ("overlapping", "local_steps")
-_CHECKED_BY_RULES = (
-    *("correction", "dual_rate"),
-    *("outer_rate", "outer_momentum", "gradient_correction", "correction_rate"),
-    *("fragments", "consensus_rate"),
-)
 
 
 class LearningRule:
-    """A learning rule by its name in learning.LEARNING, around a torch optimizer.
+    """The learning rule of a method, around a torch optimizer.
 
     Args:
-        wrapped: The wrapped optimizer. None: D-PSGD, around updates by others.
-        name: Name of the rule.
+        wrapped: The wrapped optimizer. None: others update the parameters.
 
     Attributes:
-        options: All options of the rule: those given, and defaults for the others.
+        options: All options of the rule.
         has_momentum: Whether it applies momentum itself, so that the wrapped optimizer has none.
 
     Raises:
-        ValueError: For an unknown name or option, a bad value, and for parameters or a wrapped
-            optimizer that the rule cannot have.
+        ValueError: For parameters or a wrapped optimizer that the rule cannot have.
     """
 
     def __init__(
         self,
         wrapped: torch.optim.Optimizer | None,
-        name: str,
-        given: Mapping[str, Any],
-        *,
-        overlapping: bool,
-        local_steps: int,
+        method: GossipMethod,
         max_norm: float | None = None,
     ):
-        checks.one_of("learning", name, learning.LEARNING)
-        max_norm = checks.plain(max_norm)
-        check_type("learning_options", given, Mapping)
-        self._wrapped, self.name, self._local_optimizer = wrapped, name, "sgd"
-        found, own = learning.rule(name), dict(given)
-        if found.directs() and "local_optimizer" in own:
-            self._local_optimizer = own.pop("local_optimizer")
-            found = learning.rule(name, self._local_optimizer)
+        self._wrapped, self.name = wrapped, method.learning
+        self._local_optimizer = method.local_optimizer
+        found, max_norm = learning.rule(self.name, self._local_optimizer), checks.plain(max_norm)
         self._rule, self.has_momentum, self._max_norm = found, found.directs(), max_norm
         self.works_alone = found.directs() or found.corrects()
-        known = learning.options(name, self._local_optimizer)
-        defaults = {option: known[option] for option in known if option not in _KEYWORDS}
-        own = _options.check(f"learning={name}", own, defaults)
-        for option, value in own.items():
-            if option in _CHECKED_BY_RULES:
-                continue
-            check_type(option, value, type(defaults[option]))
-            if option == "adam_epsilon":
-                checks.positive(option, value)
-            elif _options.are_of_library(found) and not isinstance(value, bool):
-                checks.below_one(option, value)
         if max_norm is not None:
             if not found.corrects():
                 raise ValueError(
                     f"max_norm={max_norm!r}: use torch.nn.utils.clip_grad_norm_ with "
-                    f"learning={name}; max_norm is for rules that correct the gradient before it "
-                    "is clipped, such as diloco"
+                    f"learning={self.name}; max_norm is for rules that correct the gradient before "
+                    "it is clipped, such as diloco"
                 )
             checks.positive("max_norm", max_norm)
-        if overlapping and not found.overlaps and "overlapping" not in known:
-            raise ValueError(
-                f"overlapping=True: use overlapping=False with learning={name}, whose messages "
-                "depend on the gradient"
-            )
-        if local_steps > 1 and "local_steps" not in known:
-            raise ValueError(
-                f"local_steps={local_steps}: use learning={learning.with_local_steps()}, or "
-                f"local_steps=1 with learning={name}"
-            )
-        keywords = {"overlapping": overlapping, "local_steps": local_steps}
-        self.options = defaults | own | {k: v for k, v in keywords.items() if k in known}
+        self.options = method.learning_options
         self.corrects = bool(self.options.get("gradient_correction"))
         self.check_groups()
-
-    def facts(self) -> dict[str, Any]:
-        """A complete description of numbers and strings, apart from options that may change."""
-        kind = {"local_optimizer": self._local_optimizer} if self._local_optimizer != "sgd" else {}
-        fixed = {} if self._rule.stateless else self.options
-        return {"learning": self.name, **kind, **fixed}
-
-    def __repr__(self) -> str:
-        return ", ".join(f"{option}={value!r}" for option, value in self.facts().items())
 
     # --- Checks ---
 
@@ -135,29 +83,6 @@ class LearningRule:
             momentum, ascends = group["momentum"], group["maximize"]
             checks.check("momentum", momentum, momentum == 0, f"0 {where}{own}")
             checks.check("maximize", ascends, not ascends, f"False {where}")
-
-    def defaults_of(self, method: Specification) -> Mapping[str, Any]:
-        """Defaults of an averaging algorithm that differ with this rule."""
-        return learning.averaging_defaults(self.name, method.name)
-
-    def diffusion_factor(self, method: Specification) -> float:
-        """The default diffusion rate of an averaging algorithm, relative to that without a rule."""
-        return learning.diffusion_factor(self.name, method.name)
-
-    def largest_rate(self, topology: Topology) -> float:
-        """The diffusion rate from which this rule is unstable."""
-        return learning.largest_rate(self.name, topology, self.options)
-
-    def warn_of_rate(self, method: Specification, network: Network) -> None:
-        """Warn of a diffusion rate with which this rule is unstable."""
-        rate = method.given.get("diffusion_rate")
-        if isinstance(rate, float | int):
-            largest = self.largest_rate(network.topology)
-            algorithms.rates.warn_of_rule(self.name, network, rate, largest)
-
-    def warn_of(self, method: Specification) -> None:
-        """Warn of options of an averaging algorithm that are too large for this rule."""
-        learning.warn_of(self.name, method.name, method.options)
 
     # --- The wrapped optimizer ---
 
@@ -203,7 +128,7 @@ class LearningRule:
     def build(
         self,
         network: Network,
-        method: Specification,
+        method: GossipMethod,
         part: int,
         steps: int,
         parameters: Sequence[Tensor],
@@ -231,7 +156,7 @@ class LearningRule:
 
         def averaging(layout: Layout) -> algorithms.Averaging:
             made = method.build(network, layout, part)
-            learning.check(self.name, network, method.name, made)
+            learning.check(self.name, network, method.averaging, made)
             return made
 
         buffers = learning.Buffers(x, x if gradient is None else gradient, layout)
@@ -387,17 +312,3 @@ class PartRule:
             self._u.zero_()
             self._update()
         return self._rule.after()
-
-
-def averaging_only() -> LearningRule:
-    """D-PSGD in which others decide on local updates: x ← G(x)."""
-    return LearningRule(None, learning.DEFAULT, {}, overlapping=True, local_steps=1)
-
-
-def check_effective(name: str, options: Mapping[str, Any]) -> None:
-    """Raise ValueError for an option of the method that has no effect with the learning rule."""
-    for option in learning.without(name):
-        if option in options:
-            raise ValueError(
-                f"{option}={options[option]!r}: learning={name} has no such option; leave it out"
-            )

@@ -32,7 +32,8 @@ from powergossip.optimizers.checks import (
     not_compiled,
 )
 from powergossip.optimizers.gossip_engine import DTYPES, Averaged
-from powergossip.optimizers.learning_rules import averaging_only
+from powergossip.optimizers.gossip_method import GossipMethod
+from powergossip.optimizers.learning_rules import LearningRule
 from powergossip.optimizers.precision import message_dtype_of
 from powergossip.optimizers.sharded_parameters import (
     Sharding,
@@ -40,8 +41,7 @@ from powergossip.optimizers.sharded_parameters import (
     processes_along,
     replicas,
 )
-from powergossip.optimizers.specification import Specification, as_method
-from powergossip.parameters import Layout, check_parameters
+from powergossip.parameters import check_parameters
 
 
 class GossipModelAverager(ModelAverager):
@@ -64,7 +64,7 @@ class GossipModelAverager(ModelAverager):
     Cost on the wire: the messages of the averaging algorithm, once per period.
 
     Args:
-        method: The name of an averaging algorithm, or a `Method`, as for `GossipOptimizer`.
+        method: Name of an averaging algorithm, as for `GossipOptimizer`.
         period: Number of steps per averaging.
         warmup_steps: Number of first steps without averaging.
         process_group: The participants, one worker each: a group of torch.distributed, an mpi4py
@@ -84,7 +84,7 @@ class GossipModelAverager(ModelAverager):
 
     def __init__(
         self,
-        method: str | Specification,
+        method: str,
         *,
         period: int = 1,
         warmup_steps: int = 0,
@@ -107,15 +107,14 @@ class GossipModelAverager(ModelAverager):
             for name, value, least in (("period", period, 1), ("warmup_steps", warmup_steps, 0)):
                 ok = isinstance(value, int) and not isinstance(value, bool) and value >= least
                 checks.check(name, value, ok, f"an integer, {least} or more")
-            self.method = as_method(method, options)
+            self.method = GossipMethod.on_graph(method, **options)
             check_sharding_options(mesh, per_shard, message_dtype)
             message_dtype_of(message_dtype, torch.float32)
-            small = Layout([(2, 2)])  # the options are checked before training, too
             small_network = self.method.network(processes, torch.device("cpu"))
-            if isinstance(self.method.build(small_network, small, 0), Weighted):
+            if isinstance(self.method.example(small_network), Weighted):  # before training
                 raise ValueError(
-                    f"method={self.method.name}: use it with GossipOptimizer or gossip_hook, which "
-                    "rescale local updates; an averager does not see them"
+                    f"method={method}: use it with GossipOptimizer or gossip_hook, which rescale "
+                    "local updates; an averager does not see them"
                 )
         of_all = {"the method": self.method.facts(), "the periods": (period, warmup_steps)}
         check_same_everywhere(processes, of_all | {"the graph": small_network.topology.fingerprint})
@@ -188,7 +187,7 @@ class GossipModelAverager(ModelAverager):
                 self._processes,
                 self.method,
                 parameters[0],
-                averaging_only(),
+                LearningRule(None, self.method),
                 self._message_dtype,
                 sharding,
             )

@@ -254,7 +254,7 @@ def _methods(given: Sequence[str]) -> "Mapping[str, PredictedMethod]":
         rounds = {key: options.pop(key) for key in ROUNDS if key in options}
         try:
             found[text] = PredictedMethod(name, options, **rounds)
-        except checks.BadValue as error:
+        except ValueError as error:
             raise BadInput(f"--method {text}: {error}") from error
     return found
 

@@ -7,14 +7,16 @@ number of receivers.
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from powergossip import algorithms, checks, topologies
+from powergossip import checks, topologies
 from powergossip.algorithms import aggregation
 from powergossip.algorithms.learning.outer import divided
+from powergossip.algorithms.method import SMALL, Method
 from powergossip.network import (
     Conversation,
     Gather,
@@ -57,7 +59,7 @@ class PredictedMethod:
     overlapping: bool | None = None
 
     def __post_init__(self) -> None:
-        averages = self.name in algorithms.AVERAGING
+        averages = self.method.averages
         checks.at_least_one("local_steps", self.local_steps)
         ok = self.local_steps == 1 or averages or self.name in aggregation.OF_LOCAL_STEPS
         checks.check("local_steps", self.local_steps, ok, f"1 with {self.name}")
@@ -74,7 +76,7 @@ class PredictedMethod:
     @property
     def gossips(self) -> bool:
         """Whether it averages models over the edges of a graph."""
-        return self.name in algorithms.AVERAGING and self.name != "all-reduce"
+        return self.method.gossips
 
     @property
     def overlaps(self) -> bool:
@@ -94,11 +96,16 @@ class PredictedMethod:
         parts = divided(layout, self.fragments)
         return [Layout([shapes[i] for i in part] * variables) for part in parts]
 
+    @cached_property
+    def method(self) -> Method:
+        """The method of its name and options. Raises ValueError."""
+        return Method.of(self.name, options=self.options)
+
     def build(self, network: Network, layout: Layout) -> Callable[[Tensor], Conversation]:
         """Return a function of x [worker, D] that makes a step. ValueError for bad options."""
-        if self.name in algorithms.AVERAGING:
-            return algorithms.make(self.name, network, layout, **self.options).step
-        aggregate = aggregation.make(self.name, network, layout, **self.options)
+        if self.method.averages:
+            return self.method.averaging_rule(network, layout).step
+        aggregate = self.method.aggregation(network, layout)
         mean = torch.zeros(network.rows, layout.size)
         return lambda x: aggregate.step(x, mean)
 
@@ -106,7 +113,7 @@ class PredictedMethod:
         """The reason why the method cannot use a topology, or "" if it can."""
         network = Network(topology, FakeProcesses(topology.n_workers))
         try:
-            self.build(network, Layout([(2, 2)]))
+            self.build(network, SMALL)
         except ValueError as error:
             return str(error)
         return ""

@@ -1,13 +1,13 @@
 """Topologies by name: `TOPOLOGIES`, and graphs from files."""
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from powergossip import checks
-from powergossip.options import are_of_library, colon_hint
+from powergossip.options import are_of_library, check
 from powergossip.topologies.graph_files import from_file, is_path
 from powergossip.topologies.static import (
     UNDIRECTED,
@@ -127,35 +127,16 @@ def _checked_options(
 ) -> dict[str, Any]:
     """The options, with functions for the names of weights.
 
-    Raises ValueError unless they name keyword-only parameters and have their types. A parameter
-    annotated as `float` accepts whole numbers.
+    Raises ValueError unless they name keyword-only parameters and have their types.
     """
-    checked = dict(options)
     known = {
-        key: type(parameter.default)
-        if parameter.annotation is parameter.empty
-        else parameter.annotation
+        key: parameter
         for key, parameter in inspect.signature(function).parameters.items()
         if parameter.kind is inspect.Parameter.KEYWORD_ONLY
     }
-    unknown = sorted(set(options) - set(known))
-    if unknown:
-        choices = f"choose from {', '.join(known)}" if known else "it has none"
-        choices += colon_hint(unknown)
-        raise ValueError(f'topology "{name}" has no option {_quote(unknown)}; {choices}')
-    for key, value in options.items():
-        if known[key] == Weights:
-            checks.one_of(f"topology_options.{key}", value, WEIGHTS)
-            checked[key] = WEIGHTS[value]
-            continue
-        accepted = (int | float) if known[key] is float else known[key]
-        is_bool = isinstance(value, bool)
-        if is_bool != (accepted is bool) or not isinstance(value, accepted):
-            kinds = {float: "a number", str: "a name", bool: "true or false"}
-            kind = kinds.get(known[key], "a whole number")
-            raise ValueError(f"topology_options.{key}={value}: use {kind}")
-    return checked
-
-
-def _quote(names: Iterable[str]) -> str:
-    return ", ".join(f'"{name}"' for name in names)
+    named = {k: v for k, v in options.items() if k in known and known[k].annotation == Weights}
+    for key, value in named.items():
+        checks.one_of(f"topology_options.{key}", value, WEIGHTS)
+    others = {key: value for key, value in options.items() if key not in named}
+    checked = check(f"topology={name}", others, known, "topology_options.")
+    return checked | {key: WEIGHTS[value] for key, value in named.items()}

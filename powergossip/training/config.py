@@ -2,10 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, make_dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from powergossip.training import method_keys
 from powergossip.training.method_keys import PREFIX
+
+if TYPE_CHECKING:
+    from powergossip.algorithms.method import Method
 
 
 @dataclass
@@ -165,7 +168,9 @@ class Settings(RunKeys):
     """The checked configuration of a run: the task's and the method's defaults in place of null.
 
     Attributes:
-        options: Values of the keys optimizer_X, by X, of the method alone. See settings.checked.
+        options: Values of the keys optimizer_X, by X, of the method alone. See
+            config_checks.checked.
+        method: The same under the method's own names, with the options of the learning rule.
     """
 
     n_workers: int = 1
@@ -179,6 +184,7 @@ class Settings(RunKeys):
     lr_schedule_milestones: list[Any] = field(default_factory=list)
     distributed_lr_warmup_factor: float = 1.0
     options: dict[str, Any] = field(default_factory=dict)  # X → value
+    method: "Method" = field(default=None, compare=False)  # type: ignore[assignment] # with checked
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> "Settings":
@@ -190,7 +196,7 @@ class Settings(RunKeys):
     def as_dict(self) -> dict[str, Any]:
         """The values by key, in the order of config.yaml."""
         values = asdict(self)
-        options = values.pop("options")
+        options, _ = values.pop("options"), values.pop("method")
         return {**values, **{f"{PREFIX}{name}": value for name, value in options.items()}}
 
     @property

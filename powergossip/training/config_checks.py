@@ -7,15 +7,16 @@ powergossip.options), so a new option needs no line here. null stands for the de
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 from omegaconf import DictConfig
 
-from powergossip import algorithms, checks, compressors, options, tasks, ulfm
-from powergossip.algorithms import aggregation, learning, torch_powersgd
+from powergossip import algorithms, checks, options, tasks, ulfm
+from powergossip.algorithms import aggregation, learning, method, torch_powersgd
+from powergossip.algorithms.method import Method
 from powergossip.network import BACKENDS, Processes
 from powergossip.network import hosted_workers as hosted
 from powergossip.runs import trackers
@@ -97,7 +98,7 @@ def checked(
         checks.check("lr_schedule_milestones", c.lr_schedule_milestones, none, "[] with cosine")
     _check_method(c, explicit or ())
     _check_events(c, processes)
-    _resolve_options(c, given, explicit or (), warn=processes.rank == 0)
+    _resolve_method(c, given, explicit or (), warn=processes.rank == 0)
     batches = c.options.get("num_batches_per_step", 1)
     checks.at_least_one(f"{PREFIX}num_batches_per_step", batches)
     if processes.rank == 0 and not c.evaluate_only:
@@ -313,7 +314,6 @@ def _check_learning(c: Settings, explicit: Collection[str]) -> None:
     if c.optimizer not in algorithms.AVERAGING:
         wanted = f"{learning.DEFAULT} with optimizer={c.optimizer}, which is no averaging rule"
         checks.check("learning", c.learning, c.learning == learning.DEFAULT, wanted)
-        _check_learning_options(c, ())
         return
     rule = learning.rule(c.learning, c.local_optimizer)
     known = learning.options(c.learning, c.local_optimizer)
@@ -323,48 +323,6 @@ def _check_learning(c: Settings, explicit: Collection[str]) -> None:
         checks.check("momentum", momentum, "momentum" in known or momentum == 0, f"0 {lacks}")
         if "nesterov" in explicit and c.nesterov and "nesterov" not in known:
             raise ValueError(f"nesterov=true: use false {lacks}")
-    if c.local_steps > 1 and "local_steps" not in known:
-        raise ValueError(
-            f"local_steps={c.local_steps}: use learning={learning.with_local_steps()}, or "
-            f"local_steps=1 with learning={c.learning}"
-        )
-    _check_learning_options(c, known)
-
-
-def _check_learning_options(c: Settings, known: Collection[str]) -> None:
-    """Raise ValueError for an option that the learning rule does not have."""
-    own = dict.fromkeys(f"learning_options.{name}" for name in known if name not in LEARNING_KEYS)
-    given = {f"learning_options.{name}": value for name, value in c.learning_options.items()}
-    options.check(f"learning={c.learning}", given, own)
-    rule = learning.LEARNING[c.learning]
-    if not options.are_of_library(rule):  # which check their values
-        for name, value in c.learning_options.items():
-            _check_type(f"learning_options.{name}", value, options.parameters(rule)[name])
-
-
-_TYPES = {bool: "true or false", str: "a string", int: "a number", float: "a number"}
-
-
-def _check_type(key: str, value: Any, parameter: inspect.Parameter) -> None:
-    """Raise BadValue for a value of another type than the annotation or the default.
-
-    Only those of `_TYPES` are checked. All numbers are one type.
-    """
-    kind = parameter.annotation
-    if kind is parameter.empty:
-        kind = type(parameter.default)
-    if kind in _TYPES:
-        checks.check(key, value, _TYPES.get(type(value)) == _TYPES[kind], _TYPES[kind])
-
-
-def _row_defaults(optimizer: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return option → default of a method's row; `given` may choose the compressor."""
-    if optimizer in algorithms.AVERAGING:
-        return algorithms.defaults(optimizer, given)
-    if optimizer in aggregation.AGGREGATIONS:
-        row = aggregation.AGGREGATIONS[optimizer]
-        return options.defaults(row, given, compressor=compressors.COMPRESSORS)
-    return options.defaults(torch_powersgd.DDPHook)
 
 
 def shared_keys(optimizer: str) -> dict[str, str]:
@@ -383,27 +341,28 @@ def shared_keys(optimizer: str) -> dict[str, str]:
     return {name: OWN_KEYS[name] for name in names if name in own and name not in bound}
 
 
+def _keys(optimizer: str, known: Iterable[str]) -> dict[str, str]:
+    """Return option → X of its key optimizer_X, for those of the options that have such a key."""
+    keys = {name: key for key, name in ALIASES.get(optimizer, {}).items()}
+    shared = shared_keys(optimizer)
+    return {name: keys.get(name, name) for name in known if name not in shared}
+
+
 def option_defaults(optimizer: str, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return X → default for the keys optimizer_X of a method.
 
     `given`, X → value, may choose the compressor, whose options are included.
     """
-    keys = {name: key for key, name in ALIASES.get(optimizer, {}).items()}
-    shared = shared_keys(optimizer)
-    found = {
-        keys.get(name, name): default
-        for name, default in _row_defaults(optimizer, given or {}).items()
-        if name not in shared and name not in OF_RULE
-    }
+    known = method.defaults(method.parameters(optimizer, given), given or {})
+    found = {key: known[name] for name, key in _keys(optimizer, known).items()}
     of_gradients = {*aggregation.AGGREGATIONS} - aggregation.OF_LOCAL_STEPS
-    rule = OF_RULE if optimizer in of_gradients else {}
-    return found | rule | DEFAULTS.get(optimizer, {})
+    return found | (OF_RULE if optimizer in of_gradients else {}) | DEFAULTS.get(optimizer, {})
 
 
-def _resolve_options(
+def _resolve_method(
     c: Settings, asked: Mapping[str, Any], explicit: Collection[str], warn: bool
 ) -> None:
-    """Give the method's options their values. See `checked`.
+    """Give the method and its options their values. See `checked`.
 
     Args:
         asked: X → value of optimizer_X, for the options of all methods.
@@ -411,11 +370,10 @@ def _resolve_options(
     given = {name: value for name, value in asked.items() if value is not None and value != []}
     preferred = learning.averaging_defaults(c.learning, c.optimizer)
     known = option_defaults(c.optimizer, preferred | given)
-    known |= {name: value for name, value in preferred.items() if name in known}
-    method = f"optimizer={c.optimizer}"
+    title = f"optimizer={c.optimizer}"
     for name in learning.without(c.learning):
         known.pop(name, None)
-        method = f"learning={c.learning}"
+        title = f"learning={c.learning}"
     lacking = [name for name in given if name not in known]
     for name in lacking:
         if f"{PREFIX}{name}" in explicit:
@@ -424,38 +382,48 @@ def _resolve_options(
                 for name in known
             )
             raise ValueError(
-                f"{PREFIX}{name}={as_written(given[name])}: {method} has no such option; "
+                f"{PREFIX}{name}={as_written(given[name])}: {title} has no such option; "
                 f"leave it out (its options: {accepted or 'none'})"
             )
     if lacking and warn:
         keys = ", ".join(f"{PREFIX}{name}" for name in lacking)
-        warnings.warn(f"ignored, since {method} has no such options: {keys}", stacklevel=3)
-    c.options = {name: given.get(name, default) for name, default in known.items()}
+        warnings.warn(f"ignored, since {title} has no such options: {keys}", stacklevel=3)
+    own = DEFAULTS.get(c.optimizer, {}) | {k: v for k, v in given.items() if k in known}
+    c.method = _method(c, own)
+    values = {
+        key: c.method.options[name] for name, key in _keys(c.optimizer, c.method.options).items()
+    }
+    c.options = {name: values.get(name, own.get(name, known[name])) for name in known}
     if warn:
-        learning.warn_of(c.learning, c.optimizer, known | given, PREFIX)
+        c.method.warn_of_options(PREFIX)
 
 
-def method_options(c: Settings) -> dict[str, Any]:
-    """Return the options of the method of a checked configuration, under its own names.
-
-    Without those of the learning rule, and those that have no effect with it.
-    """
-    keys = {name: key for key, name in ALIASES.get(c.optimizer, {}).items()}
-    values: dict[str, Any] = {}
-    without, shared = learning.without(c.learning), shared_keys(c.optimizer)
-    for name in _row_defaults(c.optimizer, c.options):
-        if name in shared:
-            values[name] = getattr(c, shared[name])
-        elif name not in OF_RULE and name not in without:
-            values[name] = c.options[keys.get(name, name)]
-    if "nesterov" in shared:
-        values["nesterov"] = c.nesterov and c.momentum > 0
-    return values
+def _method(c: Settings, given: Mapping[str, Any]) -> Method:
+    """The method of a configuration, with X → value of optimizer_X. Raises ValueError."""
+    names = ALIASES.get(c.optimizer, {})
+    own = {names.get(key, key): value for key, value in given.items() if key not in OF_RULE}
+    of_run = {**vars(c), "nesterov": c.nesterov and c.momentum > 0}
+    own |= {name: of_run[key] for name, key in shared_keys(c.optimizer).items()}
+    known = options.parameters(learning.rule(c.learning, c.local_optimizer))
+    known = {name: parameter for name, parameter in known.items() if name not in LEARNING_KEYS}
+    options.check(f"learning={c.learning}", c.learning_options, known, "learning_options.")
+    of_run["overlapping"] = bool(c.overlapping)
+    of_rule = method.rule_options(
+        c.learning, c.local_optimizer, **{key: of_run[key] for key in LEARNING_KEYS & of_run.keys()}
+    )
+    with errors_name_keys(c.optimizer):
+        return Method.of(
+            c.optimizer,
+            c.learning,
+            local_optimizer=c.local_optimizer,
+            options=own,
+            learning_options=of_rule | c.learning_options,
+        )
 
 
 def hook_options(c: Settings) -> dict[str, Any]:
     """Return the options of PyTorch's hooks alone, without those shared with other methods."""
-    return {name: value for name, value in method_options(c).items() if name not in OWN_KEYS}
+    return {name: value for name, value in c.method.options.items() if name not in OWN_KEYS}
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from powergossip.training.config import Settings
 from powergossip.training.ending import Agreement
 from powergossip.training.execution import AtRest, Computation, Execution, Together
 from powergossip.training.gradients import Gradients
-from powergossip.training.methods import check_method, make_method, warn_of_rate
+from powergossip.training.methods import check_method, make_method
 from powergossip.training.state import Parts
 from powergossip.training.task_check import check_first_batch, equalize, of_data, of_model
 
@@ -102,7 +102,8 @@ def build(c: Settings, processes: Processes, task: tasks.Task | None) -> Built:
         initial = {"the initial values of the model": equalize(processes, models)}
         processes.check_same(initial, OF_FILES)
     with processes.agreed():
-        warn_of_rate(c, network, parameters.layout)
+        if c.method.averages:
+            c.method.warn_of_rate(network, parameters.layout)
         warn_of_rank(c, network, parameters)
         if c.torch_compile and not c.evaluate_only:
             precision.compile_models(models)

@@ -17,7 +17,7 @@ from powergossip.training.ending import Agreement
 from powergossip.training.gradients import Gradients
 from powergossip.training.live_models import AliveWorkers
 from powergossip.training.measurements import Hooks, Rows
-from powergossip.training.methods import Method
+from powergossip.training.methods import Learner
 from powergossip.training.position import Moment, Position
 from powergossip.training.schedule import learning_rate
 
@@ -137,7 +137,7 @@ class Together(Execution):
         run: Parts of the run.
     """
 
-    def __init__(self, run: Computation, method: Method):
+    def __init__(self, run: Computation, method: Learner):
         super().__init__(AliveWorkers(run.network, run.parameters))
         self.local, self.rule, self._at_epoch = method
         self.parts = {"optimizer": self.local, "algorithm": self.rule}

@@ -33,7 +33,6 @@ ALIASES: dict[str, dict[str, str]] = {
 }
 # Defaults of train.py that differ from those of the method's constructor, by key.
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "power-gossip": {"num_iterations": 2},
     # Both factors in each step, and compression from the first one on: the method of the paper.
     "powersgd": {"num_iterations": 2, "start_compressing_after": 0},
     "dgc": {"keep_ratio": 0.01, "compress_upper_bound": 1.0, "int32_indices": True},

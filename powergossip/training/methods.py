@@ -6,7 +6,8 @@ from math import ceil
 from typing import Any, NamedTuple
 
 from powergossip import algorithms, checks
-from powergossip.algorithms import aggregation, learning, rates, torch_powersgd
+from powergossip.algorithms import aggregation, learning, torch_powersgd
+from powergossip.algorithms.method import SMALL
 from powergossip.network import Network
 from powergossip.parameters import Layout, Parameters
 from powergossip.topologies import Topology
@@ -17,12 +18,11 @@ from powergossip.training.config_checks import (
     errors_name_keys,
     errors_name_learning_options,
     hook_options,
-    method_options,
 )
 from powergossip.training.local_optimizers import LocalOptimizer
 
 
-class Method(NamedTuple):
+class Learner(NamedTuple):
     """A local optimizer and the learning rule that calls it."""
 
     local: LocalOptimizer
@@ -32,48 +32,13 @@ class Method(NamedTuple):
 
 def make_averaging(c: Settings, network: Network, layout: Layout) -> algorithms.Averaging:
     """Build the averaging algorithm of the configuration. Raises ValueError."""
-    with errors_name_keys(c.optimizer):
-        given = averaging_options(c, network.topology, layout)
-        return algorithms.make(c.optimizer, network, layout, **given)
-
-
-def averaging_options(c: Settings, topology: Topology, layout: Layout) -> dict[str, Any]:
-    """The options of the averaging algorithm, with the default diffusion rate. Raises ValueError.
-
-    The default depends on the learning rule, the topology and the tensors.
-    """
-    given = method_options(c)
-    if "diffusion_rate" in given and given["diffusion_rate"] is None:
-        factor = learning.diffusion_factor(c.learning, c.optimizer)
-        given["diffusion_rate"] = algorithms.default_rate(
-            c.optimizer, topology, layout, given, factor, _largest_rate(c, topology)
-        )
-    return given
-
-
-def _largest_rate(c: Settings, topology: Topology) -> float:
-    options = learning.options(c.learning, c.local_optimizer) | c.learning_options
-    options = options | {"overlapping": bool(c.overlapping)}
-    with errors_name_learning_options(c):
-        return learning.largest_rate(c.learning, topology, options)
-
-
-def warn_of_rate(c: Settings, network: Network, layout: Layout) -> None:
-    """Warn of a configured diffusion rate with which the run may diverge."""
-    if c.optimizer in algorithms.AVERAGING:
-        factor = learning.diffusion_factor(c.learning, c.optimizer)
-        given = method_options(c)
-        algorithms.warn_of_rate(c.optimizer, network, layout, given, factor)
-        rate = given.get("diffusion_rate")
-        if isinstance(rate, float | int):
-            largest = _largest_rate(c, network.topology)
-            rates.warn_of_rule(c.learning, network, rate, largest)
+    with errors_name_keys(c.optimizer), errors_name_learning_options(c):
+        return c.method.averaging_rule(network, layout)
 
 
 def _make_aggregation(c: Settings, network: Network, layout: Layout) -> aggregation.Aggregation:
-    given = method_options(c)
     with errors_name_keys(c.optimizer):
-        return aggregation.make(c.optimizer, network, layout, **given)
+        return c.method.aggregation(network, layout)
 
 
 def check_method(c: Settings, network: Network) -> str:
@@ -82,16 +47,17 @@ def check_method(c: Settings, network: Network) -> str:
     Gives `overlapping` its default, which depends on the averaging rule. Returns a sentence for the
     start of the run, or nothing.
     """
-    layout, hint, overlapping = Layout([(2, 2)]), "", True
+    hint, overlapping = "", False
     trials.try_compressor(c.options)
     if c.by_edges:
         from powergossip.training.asynchronous import edge_options as in_edge_form
 
-        options = averaging_options(c, network.topology, layout)
-        in_edge_form.check(c, options, network)
-    if c.optimizer in algorithms.AVERAGING:
-        averaging = make_averaging(c, network, layout)
-        learning.check(c.learning, network, c.optimizer, averaging)
+        with errors_name_learning_options(c):
+            resolved = c.method.resolved(network.topology, SMALL)
+        in_edge_form.check(c, resolved, network)
+    if c.method.averages:
+        with errors_name_keys(c.optimizer), errors_name_learning_options(c):
+            averaging = c.method.example(network)
         overlapping = learning.overlapping(c.learning, averaging)
         if c.overlapping is not None:
             learning.check_overlapping(c.learning, c.overlapping, c.optimizer, averaging)
@@ -100,7 +66,7 @@ def check_method(c: Settings, network: Network) -> str:
             make = partial(make_averaging, c)
             trials.try_averaging(trials.name_of(c), network.topology, make)
     elif c.optimizer in aggregation.AGGREGATIONS:
-        owns_momentum = _make_aggregation(c, network, layout).owns_momentum
+        owns_momentum = _make_aggregation(c, network, SMALL).owns_momentum
         if trials.are_needed(c):
             trials.try_aggregation(c, network.topology, partial(_make_aggregation, c))
         if owns_momentum and c.local_optimizer != "sgd":
@@ -108,12 +74,12 @@ def check_method(c: Settings, network: Network) -> str:
                 f"local_optimizer={c.local_optimizer}: {c.optimizer} corrects the momentum of "
                 "sgd; use sgd"
             )
-    if c.optimizer not in algorithms.AVERAGING:
-        overlapping = False
+    if not c.method.averages:
         none = f"false with optimizer={c.optimizer}, whose messages follow the gradients"
         checks.check("overlapping", c.overlapping, not c.overlapping, none)
     if c.overlapping is None:
         c.overlapping = overlapping
+    c.method = c.method.with_learning(overlapping=c.overlapping)
     if trials.is_needed_of_learning(c):
         trials.try_learning(c, network.topology, partial(make_method, c, steps_per_epoch=1))
     return hint
@@ -136,7 +102,7 @@ def _hint(c: Settings, network: Network, averaging: algorithms.Averaging) -> str
 
 def make_method(
     c: Settings, network: Network, parameters: Parameters, steps_per_epoch: int
-) -> Method:
+) -> Learner:
     """Build the local optimizer and the learning rule. Raises ValueError."""
     if c.optimizer in aggregation.AGGREGATIONS:
         return _of_compressed_gradients(c, network, parameters)
@@ -145,7 +111,9 @@ def make_method(
     return _of_gossip_rule(c, network, parameters)
 
 
-def _of_hook(c: Settings, network: Network, parameters: Parameters, steps_per_epoch: int) -> Method:
+def _of_hook(
+    c: Settings, network: Network, parameters: Parameters, steps_per_epoch: int
+) -> Learner:
     """Build one of PyTorch's hooks, a row of torch_powersgd.HOOKS."""
     local, options = LocalOptimizer(parameters, c), hook_options(c)
     if options["start_iteration"] == torch_powersgd.AUTO:
@@ -161,10 +129,10 @@ def _of_hook(c: Settings, network: Network, parameters: Parameters, steps_per_ep
             weight_decay=local.coupled_decay,
             clip=c.gradient_clipping,
         )
-    return Method(local, rule, _constant)
+    return Learner(local, rule, _constant)
 
 
-def _of_compressed_gradients(c: Settings, network: Network, parameters: Parameters) -> Method:
+def _of_compressed_gradients(c: Settings, network: Network, parameters: Parameters) -> Learner:
     """Build the mean of compressed gradients, one of aggregation.AGGREGATIONS."""
     aggregate = _make_aggregation(c, network, parameters.layout)
     local = LocalOptimizer(parameters, c, 0.0 if aggregate.owns_momentum else None)
@@ -178,7 +146,7 @@ def _of_compressed_gradients(c: Settings, network: Network, parameters: Paramete
             weight_decay=local.coupled_decay,
             clip=c.gradient_clipping,
         )
-        return Method(local, of_local_steps, _constant)
+        return Learner(local, of_local_steps, _constant)
     rule = learning.CentralizedSGD(
         network,
         aggregate,
@@ -193,16 +161,16 @@ def _of_compressed_gradients(c: Settings, network: Network, parameters: Paramete
         aggregate.at_epoch(epoch)
         aggregate.at_learning_rate(local.rate)
 
-    return Method(local, rule, follow)
+    return Learner(local, rule, follow)
 
 
-def _of_gossip_rule(c: Settings, network: Network, parameters: Parameters) -> Method:
+def _of_gossip_rule(c: Settings, network: Network, parameters: Parameters) -> Learner:
     """Build a rule of learning.LEARNING."""
     local = local_optimizer(c, parameters)
     averaging = partial(make_averaging, c, network)
     decay, clip = local.coupled_decay, c.gradient_clipping
     workers = learning.Workers(network, averaging, parameters, local, decay, clip)
-    return Method(local, learning_rule(c, workers), _constant)
+    return Learner(local, learning_rule(c, workers), _constant)
 
 
 def local_optimizer(c: Settings, parameters: Parameters) -> LocalOptimizer:
@@ -212,23 +180,10 @@ def local_optimizer(c: Settings, parameters: Parameters) -> LocalOptimizer:
     return LocalOptimizer(parameters, c)
 
 
-def learning_rule(c: Settings, workers: learning.Workers, **more: Any) -> learning.GossipRule:
-    """Build the rule of learning.LEARNING with the options of the configuration, and more."""
-    given = {**c.learning_options, **more}
+def learning_rule(c: Settings, workers: learning.Workers, **options: Any) -> learning.GossipRule:
+    """The learning rule of the configuration, with other values of some options."""
     with errors_name_learning_options(c):
-        return learning.make(
-            c.learning,
-            workers,
-            c.local_optimizer,
-            overlapping=c.overlapping,
-            local_steps=c.local_steps,
-            momentum=c.momentum,
-            nesterov=c.nesterov and c.momentum > 0,
-            adam_beta1=c.adam_beta1,
-            adam_beta2=c.adam_beta2,
-            adam_epsilon=c.adam_epsilon,
-            **given,
-        )
+        return c.method.with_learning(**options).learning_rule(workers)
 
 
 def _constant(epoch: float) -> None:
@@ -250,9 +205,7 @@ def diffusion_rate(c: Settings, topology: Topology, layout: Layout) -> float | N
 
     None without gossip, and where tensors have rates of their own.
     """
-    if "diffusion_rate" not in c.options:
-        return None
-    rate = averaging_options(c, topology, layout)["diffusion_rate"]
+    rate = c.method.diffusion_rate(topology, layout)
     if rate == "auto":
         return topology.best_diffusion_rate
     return None if rate is None or callable(rate) else float(rate)

@@ -14,12 +14,10 @@ from powergossip.algorithms import (
     AVERAGING,
     CONSENSUS_ONLY,
     Averaging,
-    AveragingOptions,
     PlainGossip,
 )
 from powergossip.algorithms.averaging import Incremental
 from powergossip.compressors import COMPRESSORS
-from powergossip.compressors import CompressorOptions as Compression
 from powergossip.network import Network, processes
 from powergossip.parameters import Layout
 from tests.harness.averaging import (
@@ -38,17 +36,10 @@ from tests.harness.averaging import (
 UNDIRECTED_ONLY = {"power-gossip", *CONSENSUS_ONLY}
 
 
-def replace(options: AveragingOptions, **changes: Any) -> AveragingOptions:
-    """The same options but for the changes."""
-    return AveragingOptions(
-        **{**options.given, "compressor_options": options.compressor_options, **changes}
-    )
-
-
 def test_every_name_is_among_the_cases() -> None:
     assert {name for name, _ in EVERY} == {*AVERAGING, *CONSENSUS_ONLY}
     for name in ("choco", "deepsqueeze"):
-        assert {o.compressor for n, o in COMPRESSED if n == name} == set(COMPRESSORS)
+        assert {o["compressor"] for n, o in COMPRESSED if n == name} == set(COMPRESSORS)
 
 
 # --- Every algorithm ------------------------------------------------------------------------------
@@ -65,16 +56,16 @@ def test_every_name_is_among_the_cases() -> None:
     ],
 )
 def test_the_mean_is_kept_and_the_workers_approach_it(
-    name: str, options: AveragingOptions, topology: str, n: int
+    name: str, options: dict[str, Any], topology: str, n: int
 ) -> None:
     if topology == "directed" and name in UNDIRECTED_ONLY:
         with pytest.raises(ValueError, match="topology"):
-            algorithms.make(name, alone(topology, n), Layout(SHAPES), options)
+            algorithms.make(name, alone(topology, n), Layout(SHAPES), **options)
         return
     layout, network = Layout(SHAPES), alone(topology, n)
     x = start(n, layout)
     before = x.clone()
-    averaging = algorithms.make(name, network, layout, options)
+    averaging = algorithms.make(name, network, layout, **options)
     steps(network, averaging, x, 60)
     weights = averaging.state_dict().get("weights", torch.ones(n, 1))  # of push-sum
     torch.testing.assert_close((weights * x).mean(0), before.mean(0), atol=2e-5, rtol=0)
@@ -84,23 +75,23 @@ def test_the_mean_is_kept_and_the_workers_approach_it(
 @pytest.mark.parametrize(
     ("name", "options"),
     # Independent noise makes the messages of workers that agree differ.
-    [case for case in EVERY if case[1].compressor not in ("random-k", "qsgd")],
+    [case for case in EVERY if case[1].get("compressor") not in ("random-k", "qsgd")],
     ids=label,
 )
-def test_agreement_is_a_fixed_point(name: str, options: AveragingOptions) -> None:
+def test_agreement_is_a_fixed_point(name: str, options: dict[str, Any]) -> None:
     layout, network = Layout(SHAPES), alone("tail", 6)
     x = start(1, layout).repeat(6, 1)
     before = x.clone()
-    steps(network, algorithms.make(name, network, layout, options), x, 3)
+    steps(network, algorithms.make(name, network, layout, **options), x, 3)
     torch.testing.assert_close(x, before, atol=5e-6, rtol=0)
 
 
 @pytest.mark.parametrize(("name", "options"), EVERY, ids=label)
 def test_an_increment_is_what_a_step_adds_and_leaves_x_as_it_is(
-    name: str, options: AveragingOptions
+    name: str, options: dict[str, Any]
 ) -> None:
     layout, network = Layout(SHAPES), alone("tail", 6)
-    first, second = (algorithms.make(name, network, layout, options) for _ in range(2))
+    first, second = (algorithms.make(name, network, layout, **options) for _ in range(2))
     if not isinstance(second, Incremental):
         return
     x = start(6, layout)
@@ -116,18 +107,18 @@ def test_an_increment_is_what_a_step_adds_and_leaves_x_as_it_is(
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize(("name", "options"), EVERY, ids=label)
 def test_a_restored_state_continues_bit_for_bit(
-    name: str, options: AveragingOptions, compiled: bool, monkeypatch: pytest.MonkeyPatch
+    name: str, options: dict[str, Any], compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In an algorithm that has made steps with another x."""
     if not compiled:
         monkeypatch.setattr(kernels, "load", lambda network: None)
     layout, network = Layout(SHAPES), alone("tail", 6)
     x, other = start(6, layout), start(6, layout, seed=1)
-    first = algorithms.make(name, network, layout, options)
+    first = algorithms.make(name, network, layout, **options)
     steps(network, first, x, 3)
     state, saved = copy.deepcopy(first.state_dict()), x.clone()
     steps(network, first, x, 4)
-    second = algorithms.make(name, network, layout, options)
+    second = algorithms.make(name, network, layout, **options)
     steps(network, second, other, 2)
     second.load_state_dict(state)
     assert torch.equal(steps(network, second, other.copy_(saved), 4), x)
@@ -145,10 +136,10 @@ def test_the_layout_of_processes_does_not_change_the_results(topology: str) -> N
     for name, options in EVERY:
         apart, of_one = Network(topologies.make(topology, 8)), None
         x = start(8, layout)[apart.workers.start : apart.workers.stop].clone()
-        steps(apart, algorithms.make(name, apart, layout, options), x, count)
+        steps(apart, algorithms.make(name, apart, layout, **options), x, count)
         if who.rank == 0:
             together, expected = alone(topology, 8), start(8, layout)
-            steps(together, algorithms.make(name, together, layout, options), expected, count)
+            steps(together, algorithms.make(name, together, layout, **options), expected, count)
             of_one = expected, together.bits.tolist(), together.messages.tolist()
         of_one = who.broadcast(of_one)
         assert of_one is not None
@@ -160,20 +151,24 @@ def test_the_layout_of_processes_does_not_change_the_results(topology: str) -> N
 
 
 @pytest.mark.parametrize(("name", "options"), EVERY, ids=label)
-def test_copies_are_runs_of_their_own(name: str, options: AveragingOptions) -> None:
+def test_copies_are_runs_of_their_own(name: str, options: dict[str, Any]) -> None:
     """Three settings at once, each with its diffusion rate, are three runs one after the other."""
     layout, factors = Layout(SHAPES), (1.0, 0.5, 0.1)
     topology = topologies.make("chain", 4)
     network = Network(topology, ALONE, copies=3)
-    rates = torch.tensor([f * float(options.diffusion_rate) for f in factors])
-    all_options = replace(options, diffusion_rate=rates.repeat_interleave(4))
+    rates = torch.tensor([f * float(options.get("diffusion_rate", 1.0)) for f in factors])
+    known = "diffusion_rate" in algorithms.defaults(name)
+
+    def with_rate(rate: Any) -> dict[str, Any]:
+        return {**options, "diffusion_rate": rate} if known else options
+
+    all_options = with_rate(rates.repeat_interleave(4))
     x = start(4, layout).repeat(3, 1)
-    steps(network, algorithms.make(name, network, layout, all_options), x, 10)
+    steps(network, algorithms.make(name, network, layout, **all_options), x, 10)
     for copy_index, rate in enumerate(rates.tolist()):
         single = Network(topology, ALONE)
         expected = start(4, layout)
-        one = replace(options, diffusion_rate=rate)
-        steps(single, algorithms.make(name, single, layout, one), expected, 10)
+        steps(single, algorithms.make(name, single, layout, **with_rate(rate)), expected, 10)
         rows = slice(4 * copy_index, 4 * copy_index + 4)
         torch.testing.assert_close(x[rows], expected, atol=1e-5, rtol=1e-5)
         assert network.bits[rows].tolist() == single.bits.tolist()
@@ -184,12 +179,12 @@ def test_copies_are_runs_of_their_own(name: str, options: AveragingOptions) -> N
 def test_diffusion_rates_must_be_positive(name: str, rate: float) -> None:
     network = alone("ring", 3)
     with pytest.raises(ValueError, match="diffusion_rate"):
-        algorithms.make(name, network, Layout([(3, 3)]), AveragingOptions(diffusion_rate=rate))
+        algorithms.make(name, network, Layout([(3, 3)]), diffusion_rate=rate)
 
 
 def test_unknown_names_are_rejected() -> None:
     with pytest.raises(ValueError, match=r'algorithm.*"sgd"'):
-        algorithms.make("sgd", alone("ring", 3), Layout([(2, 2)]), AveragingOptions())
+        algorithms.make("sgd", alone("ring", 3), Layout([(2, 2)]))
 
 
 # --- Plain gossip and all-reduce ------------------------------------------------------------------
@@ -268,7 +263,7 @@ def test_all_reduce_averages_at_once_and_counts_a_ring() -> None:
     n, layout = 8, Layout(SHAPES)
     network, x = alone("ring", n), start(8, layout)
     mean = x.mean(0)
-    steps(network, algorithms.make("all-reduce", network, layout, AveragingOptions()), x, 1)
+    steps(network, algorithms.make("all-reduce", network, layout), x, 1)
     torch.testing.assert_close(x, mean.expand(n, -1))
     assert network.bits[0] == round(2 * (n - 1) / n * 32 * layout.size)
 
@@ -320,7 +315,7 @@ def test_finite_time_gossip_is_exact_after_its_rounds(n: int, rounds: int) -> No
     layout, network = Layout([(10, 10)]), alone("ring", n)
     x = start(n, layout)
     before = variance(x)
-    averaging = algorithms.make("finite-time", network, layout, AveragingOptions())
+    averaging = algorithms.make("finite-time", network, layout)
     steps(network, averaging, x, rounds - 1)
     assert variance(x) > 1e-3 * before
     steps(network, averaging, x, 1)
@@ -332,7 +327,7 @@ def test_finite_time_gossip_does_not_go_away_from_the_mean(name: str) -> None:
     """On the way to exactness, also on long and irregular graphs."""
     n, layout = 32, Layout([(10, 10)])
     network, x = alone(name, n), start(n, layout)
-    averaging = algorithms.make("finite-time", network, layout, AveragingOptions())
+    averaging = algorithms.make("finite-time", network, layout)
     errors = [variance(x)]
     for _ in network.topology.distinct_eigenvalues:
         steps(network, averaging, x, 1)
@@ -343,7 +338,7 @@ def test_finite_time_gossip_does_not_go_away_from_the_mean(name: str) -> None:
 
 def test_each_pass_of_finite_time_gossip_is_exact() -> None:
     layout, network = Layout([(10, 10)]), alone("ring", 8)
-    averaging = algorithms.make("finite-time", network, layout, AveragingOptions())
+    averaging = algorithms.make("finite-time", network, layout)
     for seed in range(3):
         x = start(8, layout, seed)
         before = variance(x)
@@ -355,7 +350,7 @@ def test_each_pass_of_finite_time_gossip_is_exact() -> None:
 def test_chebyshev_contracts_by_the_rate_of_the_spectrum(n: int, contraction: float) -> None:
     layout, network = Layout([(10, 10)]), alone("ring", n)
     x = start(n, layout)
-    averaging = algorithms.make("chebyshev", network, layout, AveragingOptions())
+    averaging = algorithms.make("chebyshev", network, layout)
     steps(network, averaging, x, 4)
     before = variance(x)
     steps(network, averaging, x, 8)
@@ -369,8 +364,8 @@ def test_the_identity_is_plain_gossip(name: str, topology: str) -> None:
     layout, network = Layout(SHAPES), alone(topology, 8)
     x = start(8, layout)
     plain = x.clone()
-    options = AveragingOptions(compressor="identity", diffusion_rate=0.9)
-    averaging = algorithms.make(name, network, layout, options)
+    options = dict(compressor="identity", diffusion_rate=0.9)
+    averaging = algorithms.make(name, network, layout, **options)
     for _ in range(10):
         steps(network, averaging, x, 1)
         steps(network, PlainGossip(network, 0.9), plain, 1)
@@ -378,14 +373,15 @@ def test_the_identity_is_plain_gossip(name: str, topology: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "options"), COMPRESSED, ids=label)
-def test_bits_are_those_of_the_compressor(name: str, options: AveragingOptions) -> None:
+def test_bits_are_those_of_the_compressor(name: str, options: dict[str, Any]) -> None:
     """32 K + positions, N + 32, ...: per tensor and neighbor; the formulas are the compressors'."""
     layout, network = Layout(SHAPES), alone("star", 5)
-    steps(network, algorithms.make(name, network, layout, options), start(5, layout), 3)
+    steps(network, algorithms.make(name, network, layout, **options), start(5, layout), 3)
     if name == "moniqua":
         size = -(-2 * layout.size // 8)
     else:
-        compressor = compressors.make(options.compressor, options.compressor_options)
+        own = {k: v for k, v in options.items() if k not in ("compressor", "diffusion_rate")}
+        compressor = compressors.make(options["compressor"], **own)
         size = compressors.Codec(layout, compressor, [0]).size
     assert network.bits.tolist() == [3 * 8 * size * degree for degree in (4, 1, 1, 1, 1)]
 
@@ -395,12 +391,10 @@ def test_choco_is_the_papers_algorithm() -> None:
     n, layout = 6, Layout([(5, 4)])
     network = alone("ring", n)
     W = torch.from_numpy(network.topology.round(0).matrix().toarray()).float()
-    options = AveragingOptions(
-        compressor="top-k", compressor_options=Compression(keep_ratio=0.25), diffusion_rate=0.4
-    )
+    options = dict(compressor="top-k", keep_ratio=0.25, diffusion_rate=0.4)
     x = start(n, layout)
     expected, public = x.clone(), torch.zeros_like(x)
-    averaging = algorithms.make("choco", network, layout, options)
+    averaging = algorithms.make("choco", network, layout, **options)
     for _ in range(6):
         q = torch.zeros_like(expected)
         kept = (expected - public).abs().topk(5, dim=1).indices
@@ -415,8 +409,8 @@ def test_deepsqueeze_keeps_the_compression_error() -> None:
     """Σ_t c_t + δ = Σ_t x_t: nothing is lost."""
     layout, network = Layout(SHAPES), alone("ring", 4)
     x = start(4, layout)
-    options = AveragingOptions(compressor="sign-and-norm", diffusion_rate=0.05)
-    averaging = algorithms.make("deepsqueeze", network, layout, options)
+    options = dict(compressor="sign-and-norm", diffusion_rate=0.05)
+    averaging = algorithms.make("deepsqueeze", network, layout, **options)
     v_before, W = torch.zeros_like(x), network.topology.round(0).matrix().toarray()
     L = torch.from_numpy(np.eye(4) - W).float()
     for _ in range(5):
@@ -434,8 +428,8 @@ def test_moniqua_moves_as_if_it_knew_its_neighbors_to_a_step() -> None:
     network = alone("ring", n)
     x = 50 * start(1, layout).repeat(n, 1) + 0.5 * start(n, layout).clamp(-1.9, 1.9)
     plain = x.clone()
-    options = AveragingOptions(theta=theta, diffusion_rate=0.1)
-    steps(network, algorithms.make("moniqua", network, layout, options), x, 1)
+    options = dict(theta=theta, diffusion_rate=0.1)
+    steps(network, algorithms.make("moniqua", network, layout, **options), x, 1)
     steps(network, PlainGossip(network, 0.1), plain, 1)
     quantum = 6 * theta / 3  # δ B
     assert (x - plain).abs().max() <= 0.1 * (2 / 3) * 2 * quantum
@@ -450,8 +444,8 @@ def test_moniqua_is_the_papers_algorithm(topology: str) -> None:
     network = alone(topology, n)
     x = start(n, layout) * 2
     bound = 2 * theta / (1 - 2 * delta)
-    options = AveragingOptions(theta=theta, diffusion_rate=gamma, seed=3)
-    averaging = algorithms.make("moniqua", network, layout, options)
+    options = dict(theta=theta, diffusion_rate=gamma, seed=3)
+    averaging = algorithms.make("moniqua", network, layout, **options)
 
     def mod(value: Tensor, a: float) -> Tensor:
         return value - a * torch.floor(value / a + 0.5)
@@ -473,9 +467,7 @@ def test_moniqua_is_the_papers_algorithm(topology: str) -> None:
 @pytest.mark.parametrize("theta", [0.0, -1.0, float("nan")])
 def test_theta_must_be_positive(theta: float) -> None:
     with pytest.raises(ValueError, match="theta="):
-        algorithms.make(
-            "moniqua", alone("ring", 3), Layout([(3, 3)]), AveragingOptions(theta=theta)
-        )
+        algorithms.make("moniqua", alone("ring", 3), Layout([(3, 3)]), theta=theta)
 
 
 # --- Time-varying topologies ---------------------------------------------------------------------
@@ -506,24 +498,24 @@ def test_a_base_graph_averages_exactly_after_its_period() -> None:
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("power-gossip", AveragingOptions(num_iterations=2)),
-        ("power-gossip", AveragingOptions(rank=2)),
-        ("deepsqueeze", AveragingOptions(diffusion_rate=0.1)),
-        ("moniqua", AveragingOptions(theta=6.0, diffusion_rate=0.1)),
+        ("power-gossip", dict(num_iterations=2)),
+        ("power-gossip", dict(rank=2)),
+        ("deepsqueeze", dict(diffusion_rate=0.1)),
+        ("moniqua", dict(theta=6.0, diffusion_rate=0.1)),
     ],
     ids=label,
 )
 def test_algorithms_on_time_varying_topologies_average(
-    topology: str, name: str, options: AveragingOptions
+    topology: str, name: str, options: dict[str, Any]
 ) -> None:
     layout, network = Layout(SHAPES), alone(topology, 8)
     if name == "power-gossip" and not network.symmetric:
         with pytest.raises(ValueError, match="topology=one-peer-exponential: use"):
-            algorithms.make(name, network, layout, options)
+            algorithms.make(name, network, layout, **options)
         return
     x = start(8, layout)
     before = x.clone()
-    averaging = algorithms.make(name, network, layout, options)
+    averaging = algorithms.make(name, network, layout, **options)
     last = variance(x)
     for _ in range(12 * network.topology.period):
         steps(network, averaging, x, 1)
@@ -539,22 +531,22 @@ def test_processes_do_not_show_on_time_varying_topologies() -> None:
     layout = Layout(SHAPES)
     for topology in ("base-graph", "random-matching"):
         for name, options in [
-            ("power-gossip", AveragingOptions(num_iterations=2)),
-            ("dpsgd", AveragingOptions()),
+            ("power-gossip", dict(num_iterations=2)),
+            ("dpsgd", dict()),
         ]:
             made = topologies.make(topology, 8)
             apart, together = Network(made), Network(made, ALONE)
             expected = start(8, layout)
             x = expected[apart.workers.start : apart.workers.stop].clone()
-            steps(together, algorithms.make(name, together, layout, options), expected, 10)
-            steps(apart, algorithms.make(name, apart, layout, options), x, 10)
+            steps(together, algorithms.make(name, together, layout, **options), expected, 10)
+            steps(apart, algorithms.make(name, apart, layout, **options), x, 10)
             torch.testing.assert_close(apart.gather(x), expected, atol=1e-5, rtol=1e-5)
             assert apart.gather(torch.tensor(apart.bits)).tolist() == together.bits.tolist()
 
 
 def test_choco_rejects_time_varying_topologies() -> None:
     with pytest.raises(ValueError, match="topology=base-graph: use"):
-        algorithms.make("choco", alone("base-graph", 6), Layout([(3, 3)]), AveragingOptions())
+        algorithms.make("choco", alone("base-graph", 6), Layout([(3, 3)]))
 
 
 @pytest.mark.parametrize("make", [lambda n: PlainGossip(n), lambda n: algorithms.ExactMean(n)])
@@ -574,6 +566,19 @@ def test_staged_messages_are_the_same() -> None:
         network = Network(topologies.make("ring", processes().size), stage=stage)
         x = start(network.n_workers, layout)[network.workers.start : network.workers.stop].clone()
         for name in ("power-gossip", "dpsgd", "all-reduce"):
-            steps(network, algorithms.make(name, network, layout, AveragingOptions()), x, 3)
+            steps(network, algorithms.make(name, network, layout), x, 3)
         results.append(x)
     assert torch.equal(*results)
+
+
+def test_options_in_one_object_are_deprecated() -> None:
+    """Each row takes its own."""
+    text = "use keyword arguments of make"
+    with pytest.warns(FutureWarning, match=text):
+        nested = compressors.CompressorOptions(levels=8, keep_ratio=0.1)
+    given: dict[str, Any] = {"compressor": "qsgd", "rank": 3, "compressor_options": nested}
+    with pytest.warns(FutureWarning, match=text):
+        options = algorithms.AveragingOptions(**given)
+    made: Any = algorithms.make("choco", alone("ring", 3), Layout([(3, 3)]), options)
+    assert made.codec.compressor == compressors.make("qsgd", nested)
+    assert made.codec.compressor == compressors.QSGD(levels=8)

@@ -19,7 +19,7 @@ from powergossip.algorithms import learning
 from powergossip.compressors import Identity, RandomK, Rounding, SignAndNorm, TopK
 from powergossip.network import Network, Processes
 from powergossip.optimizers import GossipOptimizer
-from powergossip.optimizers.specification import Choco, Specification
+from powergossip.optimizers.gossip_method import GossipMethod
 from powergossip.parameters import Layout
 from powergossip.topologies import Topology
 from powergossip.training.config_checks import checked
@@ -318,7 +318,9 @@ def test_a_rate_with_which_moniqua_leaves_its_bound_gives_a_warning() -> None:
 
 def test_an_optimizer_gives_the_warning_too() -> None:
     def make(rate: float) -> Any:
-        method: Specification = Choco(diffusion_rate=rate, compressor="top-k", keep_ratio=0.1)
+        method = GossipMethod.on_graph(
+            "choco", diffusion_rate=rate, compressor="top-k", keep_ratio=0.1
+        )
         topology, layout = topologies.make("ring", 8), Layout([(10, 10)])
         return warned(lambda: method.warn_of_rate(Network(topology, ALONE), layout))
 
@@ -326,7 +328,7 @@ def test_an_optimizer_gives_the_warning_too() -> None:
     assert len(make(0.5)) == 1
     model = nn.Linear(5, 5)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    assert len(warned(lambda: GossipOptimizer(sgd, "choco", processes=ALONE))) == 0
+    assert len(warned(lambda: GossipOptimizer(sgd, "choco", process_group=ALONE))) == 0
 
 
 # Training

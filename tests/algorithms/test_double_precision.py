@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import gossip_run
 import train
 from powergossip import algorithms, topologies
-from powergossip.algorithms import AVERAGING, AveragingOptions
+from powergossip.algorithms import AVERAGING
 from powergossip.algorithms.aggregation import AGGREGATIONS
 from powergossip.algorithms.learning import LEARNING
 from powergossip.algorithms.torch_powersgd import HOOKS
@@ -47,22 +47,20 @@ def default_restored() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("name", "options"), EVERY, ids=label)
-def test_the_mean_is_kept_to_double_precision(name: str, options: AveragingOptions) -> None:
+def test_the_mean_is_kept_to_double_precision(name: str, options: dict[str, Any]) -> None:
     layout, network = Layout(SHAPES), ring()
     x = start(N, layout).double()
     before = x.mean(0)
-    steps(network, algorithms.make(name, network, layout, options), x, 60)
+    steps(network, algorithms.make(name, network, layout, **options), x, 60)
     torch.testing.assert_close(x.mean(0), before, atol=1e-13, rtol=0)
 
 
 @pytest.mark.parametrize(("name", "options"), [c for c in EVERY if c[0] not in NOISY], ids=label)
-def test_workers_agree_better_than_in_single_precision(
-    name: str, options: AveragingOptions
-) -> None:
+def test_workers_agree_better_than_in_single_precision(name: str, options: dict[str, Any]) -> None:
     layout, network = Layout(SHAPES), ring()
     x = start(N, layout).double()
     least = 1e-17 * variance(x)  # in float32, 1e-15 to 1e-13 remain
-    averaging = algorithms.make(name, network, layout, options)
+    averaging = algorithms.make(name, network, layout, **options)
     for _ in range(10):
         steps(network, averaging, x, 50)
         if variance(x) <= least:
@@ -71,11 +69,11 @@ def test_workers_agree_better_than_in_single_precision(
 
 
 @pytest.mark.parametrize(("name", "options"), EVERY, ids=label)
-def test_elements_that_are_not_encoded_have_64_bits(name: str, options: AveragingOptions) -> None:
+def test_elements_that_are_not_encoded_have_64_bits(name: str, options: dict[str, Any]) -> None:
     layout, sent = Layout(SHAPES), {}
     for dtype in (torch.float32, torch.float64):
         network = ring(dtype)
-        averaging = algorithms.make(name, network, layout, options)
+        averaging = algorithms.make(name, network, layout, **options)
         steps(network, averaging, start(N, layout).to(dtype), 2)
         sent[dtype] = network.bits
     factor = 1 if name in ENCODED else 2
@@ -86,14 +84,14 @@ def test_elements_that_are_not_encoded_have_64_bits(name: str, options: Averagin
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("name", "options"), EVERY, ids=label)
 def test_the_default_dtype_of_torch_has_no_effect(
-    name: str, options: AveragingOptions, dtype: torch.dtype
+    name: str, options: dict[str, Any], dtype: torch.dtype
 ) -> None:
     layout, found = Layout(SHAPES), []
     x = torch.randn(N, layout.size, dtype=torch.float32)
     for default in (dtype, torch.float32):
         torch.set_default_dtype(default)
         network = ring(torch.float32)
-        averaging = algorithms.make(name, network, layout, options)
+        averaging = algorithms.make(name, network, layout, **options)
         found.append(steps(network, averaging, x.clone(), 3))
     assert torch.equal(*found)
 
@@ -297,7 +295,7 @@ def test_other_dtypes_are_rejected_with_a_sentence(changes: dict[str, Any], text
 
 
 def gossiped(
-    method: Any, dtype: torch.dtype, count: int, **more: Any
+    method: str, dtype: torch.dtype, count: int, **more: Any
 ) -> tuple[Tensor, Tensor, int]:
     """x [worker, D] before and after this number of steps without updates, and the bits sent."""
     who, layout = processes(), Layout(SHAPES)
@@ -323,12 +321,12 @@ def _everywhere(model: nn.ParameterList) -> Tensor:
 @pytest.mark.parallel(4)
 def test_gossip_optimizer_averages_in_double_precision() -> None:
     for name, method in METHODS.items():
-        before, x, bits = gossiped(method, torch.float64, 8)
-        if method.name != "push-sum":  # which keeps Σ_i w_i x_i
+        before, x, bits = gossiped(**method, dtype=torch.float64, count=8)
+        if method["method"] != "push-sum":  # which keeps Σ_i w_i x_i
             torch.testing.assert_close(x.mean(0), before.mean(0), atol=1e-13, rtol=0)
         assert variance(x) < variance(before), name
-        *_, single = gossiped(method, torch.float32, 8)
-        assert bits == (1 if method.name in ENCODED else 2) * single, name
+        *_, single = gossiped(**method, dtype=torch.float32, count=8)
+        assert bits == (1 if method["method"] in ENCODED else 2) * single, name
     for name in LEARNING:
         if name in OVER:
             continue

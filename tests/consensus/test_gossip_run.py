@@ -406,23 +406,18 @@ def test_the_entry_point_has_the_tables_themselves() -> None:
 
 
 def test_a_driver_adds_an_algorithm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its options come from the keys by name. A row that takes all options in one object, too."""
+    """Its options come from the keys by name."""
     taken = []
 
     def own(network: Network, layout: Layout, *, diffusion_rate: Any = 1.0, rank: int = 7) -> Any:
         taken.append(rank)
         return PlainGossip(network, diffusion_rate)
 
-    def of_object(network: Network, layout: Layout, options: Any) -> Any:
-        taken.append(options.rank)
-        return PlainGossip(network, options.diffusion_rate)
-
-    for name, row in {"own": own, "of-object": of_object}.items():
-        monkeypatch.setitem(algorithms.AVERAGING, name, row)
-        monkeypatch.setitem(ALGORITHMS, name, ConsensusMethod(name, grid=("diffusion_rate",)))
-        found = gossiped(algorithm=name, compression_rank=3, diffusion_rate=0.5, num_steps=5)
-        expected = gossiped(algorithm="uncompressed", diffusion_rate=0.5, num_steps=5)
-        assert found["value"].tolist() == expected["value"].tolist()
+    monkeypatch.setitem(algorithms.AVERAGING, "own", own)
+    monkeypatch.setitem(ALGORITHMS, "own", ConsensusMethod("own", grid=("diffusion_rate",)))
+    found = gossiped(algorithm="own", compression_rank=3, diffusion_rate=0.5, num_steps=5)
+    expected = gossiped(algorithm="uncompressed", diffusion_rate=0.5, num_steps=5)
+    assert found["value"].tolist() == expected["value"].tolist()
     assert set(taken) == {3}
 
 

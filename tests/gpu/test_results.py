@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from powergossip import compressors, randomness
-from powergossip.algorithms import AveragingOptions, aggregation
+from powergossip.algorithms import aggregation
 from powergossip.runs.checkpoints import Checkpoints
 from powergossip.trees import Tree, map_tensors
 from tests.harness.averaging import ALONE, EVERY
@@ -62,11 +62,11 @@ def save(rule: Rule, folder: Path) -> None:
     ("name", "options"), [pytest.param(*case, id=described(*case)) for case in EVERY]
 )
 def test_averaging_is_that_of_the_cpu(
-    name: str, options: AveragingOptions, device: torch.device, tmp_path: Path
+    name: str, options: dict[str, Any], device: torch.device, tmp_path: Path
 ) -> None:
     """Also after a checkpoint of the other device. The mean is kept, and the copies that neighbors
     keep of a worker's x are equal to the bit."""
-    x, limit = values(seed=0), allowed(name, options.given)
+    x, limit = values(seed=0), allowed(name, options)
     rules = {
         "device": Rule(name, options, ring(device), x),
         "cpu": Rule(name, options, ring(CPU), x),

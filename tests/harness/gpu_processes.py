@@ -80,7 +80,7 @@ def checks(transport: str, device: torch.device, found: Processes) -> Iterator[t
             Rule(name, options, ring(device, found, stage=stage), x[own]).steps(STEPS),
             Rule(name, options, ring(CPU), x).steps(STEPS)[own],
         )
-        too_many = apart.off > allowed(name, options.given)
+        too_many = apart.off > allowed(name, options)
         yield described(name, options), str(apart) if too_many else ""
 
 

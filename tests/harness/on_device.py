@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from powergossip import algorithms, topologies
-from powergossip.algorithms import AveragingOptions
 from powergossip.network import Network, Processes
 from powergossip.parameters import Layout
 from tests.harness.averaging import ALONE, steps
@@ -60,9 +59,9 @@ def allowed(name: str, given: Mapping[str, Any]) -> float:
     return FEW if {name, given.get("compressor"), *given} & ROUNDING else 0.0
 
 
-def described(name: str, options: AveragingOptions) -> str:
+def described(name: str, options: dict[str, Any]) -> str:
     """A case by its options, without those that fit random x."""
-    shown = (f"{k}={v}" for k, v in options.given.items() if k not in ("diffusion_rate", "theta"))
+    shown = (f"{k}={v}" for k, v in options.items() if k not in ("diffusion_rate", "theta"))
     return " ".join([name, *shown])
 
 
@@ -85,13 +84,13 @@ class Rule:
     def __init__(
         self,
         name: str,
-        options: AveragingOptions,
+        options: dict[str, Any],
         network: Network,
         start: Tensor,
         shapes: Layout | None = None,
     ):
         self.network, self.start = network, start.to(network.device)
-        self.averaging = algorithms.make(name, network, shapes or layout(), options)
+        self.averaging = algorithms.make(name, network, shapes or layout(), **options)
         self.x = self.start.clone()
 
     def steps(self, count: int) -> Tensor:

@@ -130,7 +130,7 @@ def _loop(folder: Path) -> None:
 
     found = {}
     wrapped: dict[str, dict[str, Any]] = {
-        "power-gossip": {"learning": "quasi-global-momentum"},
+        "power-gossip": {"learning": "quasi-global-momentum", "num_iterations": 2},
         "choco": {"compressor": "top-k", "keep_ratio": 0.1},
         "dpsgd": {"learning": "gradient-tracking"},
     }

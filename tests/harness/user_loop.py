@@ -15,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 from powergossip import topologies
 from powergossip.network import Processes, processes, torch_group
 from powergossip.optimizers import GossipState, gossip_hook
-from powergossip.optimizers.gossip import Specification
 
 N = 4
 
@@ -23,24 +22,35 @@ N = 4
 ALONE = Processes()
 
 
-METHODS = {
-    "all-reduce": Specification("all-reduce"),
-    "dpsgd": Specification("dpsgd", diffusion_rate=0.7),
-    "power-gossip": Specification("power-gossip"),
-    "power-gossip, rank 2": Specification(
-        "power-gossip", rank=2, num_iterations=2, warm_start=False, seed=3
-    ),
-    "choco": Specification("choco", diffusion_rate=0.4),
-    "choco, qsgd": Specification(
-        "choco", diffusion_rate=0.4, compressor="qsgd", levels=8, topology="star"
-    ),
-    "deepsqueeze": Specification(
-        "deepsqueeze", diffusion_rate=0.2, compressor="top-k", keep_ratio=0.3
-    ),
-    "moniqua": Specification("moniqua", diffusion_rate=0.3, theta=0.5),
-    "sparta": Specification("sparta", keep_ratio=0.2),
-    "push-sum": Specification("push-sum", topology="star"),
-    "push-sum, running sums": Specification("push-sum", running_sums=True),
+METHODS: dict[str, dict[str, Any]] = {  # arguments of GossipOptimizer
+    "all-reduce": {"method": "all-reduce"},
+    "dpsgd": {"method": "dpsgd", "diffusion_rate": 0.7},
+    "power-gossip": {"method": "power-gossip"},
+    "power-gossip, rank 2": {
+        "method": "power-gossip",
+        "rank": 2,
+        "num_iterations": 2,
+        "warm_start": False,
+        "seed": 3,
+    },
+    "choco": {"method": "choco", "diffusion_rate": 0.4},
+    "choco, qsgd": {
+        "method": "choco",
+        "diffusion_rate": 0.4,
+        "compressor": "qsgd",
+        "levels": 8,
+        "topology": "star",
+    },
+    "deepsqueeze": {
+        "method": "deepsqueeze",
+        "diffusion_rate": 0.2,
+        "compressor": "top-k",
+        "keep_ratio": 0.3,
+    },
+    "moniqua": {"method": "moniqua", "diffusion_rate": 0.3, "theta": 0.5},
+    "sparta": {"method": "sparta", "keep_ratio": 0.2},
+    "push-sum": {"method": "push-sum", "topology": "star"},
+    "push-sum, running sums": {"method": "push-sum", "running_sums": True},
 }
 
 

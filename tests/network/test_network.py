@@ -542,7 +542,7 @@ def test_long_messages_are_split_and_the_bits_are_the_same(monkeypatch: pytest.M
         for name, options in EVERY:
             network = Network(topologies.make("ring", comm.size))
             x = start(comm.size, layout)[comm.rank :][:1].clone()
-            rule = algorithms.make(name, network, layout, options)
+            rule = algorithms.make(name, network, layout, **options)
             found += [steps(network, rule, x, 3), network.gather(x), network.mean(x)]
             found.append(torch.tensor(network.bits))
         for pieces in (torch.arange(50.0 * comm.rank), torch.arange(0.0)):

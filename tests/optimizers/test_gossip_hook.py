@@ -72,11 +72,11 @@ def test_it_is_the_dense_computation(local: str) -> None:
     ],
 )
 def test_it_is_gossip_optimizer_to_the_bit(name: str, local_steps: int) -> None:
-    ddp, optimizer, state = hooked(METHODS[name], local_steps=local_steps)
+    ddp, optimizer, state = hooked(**METHODS[name], local_steps=local_steps)
     reference = mlp()
     theirs = GossipOptimizer(
         OPTIMIZERS["momentum"](reference),
-        METHODS[name],
+        **METHODS[name],
         local_steps=local_steps,
         overlapping=True,
     )
@@ -140,7 +140,8 @@ def test_accumulated_gradients_gossip_once() -> None:
 @pytest.mark.parametrize("method", ["dpsgd", "power-gossip, rank 2"])
 def test_a_worker_whose_step_is_skipped_still_gossips(method: str) -> None:
     """A GradScaler that finds an overflow in worker 2 skips its optimizer's step."""
-    ddp, optimizer, state = hooked(METHODS.get(method) if "," in method else method, local="sgd")
+    options = METHODS[method] if "," in method else {"method": method}
+    ddp, optimizer, state = hooked(**options, local="sgd")
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     for t in range(4):
         optimizer.zero_grad()

@@ -29,8 +29,8 @@ from powergossip.algorithms import learning
 from powergossip.compressors import QSGD
 from powergossip.errors import BadInput
 from powergossip.network import Network, processes
-from powergossip.optimizers import DGC, DGCConfig, GossipOptimizer, gossip, gossip_engine
-from powergossip.optimizers.gossip import Specification
+from powergossip.optimizers import DGC, DGCConfig, GossipOptimizer, gossip_engine
+from powergossip.optimizers.gossip_method import GossipMethod
 from powergossip.parameters import Layout
 from tests.harness import launch
 from tests.harness.user_loop import (
@@ -50,9 +50,7 @@ from tests.harness.user_loop import (
 )
 
 
-def wrapped(
-    make: Make, method: str | Specification, start: int = 0, **options: Any
-) -> tuple[Any, GossipOptimizer]:
+def wrapped(make: Make, method: str, start: int = 0, **options: Any) -> tuple[Any, GossipOptimizer]:
     """A model initialized from the seed `start`, and its optimizer."""
     model = mlp(start)
     return model, GossipOptimizer(make(model), method, **options)
@@ -87,7 +85,7 @@ def test_best_diffusion_rate_is_that_of_the_topology() -> None:
 def test_gossip_keeps_the_mean_and_brings_workers_together() -> None:
     """At a learning rate of 0."""
     for name, method in METHODS.items():
-        model, optimizer = wrapped(lambda m: torch.optim.SGD(m.parameters(), lr=0), method)
+        model, optimizer = wrapped(lambda m: torch.optim.SGD(m.parameters(), lr=0), **method)
         fill(model, numbers(mlp(processes().rank)))
         before = everywhere(model)
         assert before.std(0).max() > 0.1
@@ -176,11 +174,11 @@ def test_training_starts_from_the_values_of_process_0() -> None:
 @pytest.mark.parallel([4])
 def test_bits_are_those_of_the_averaging_algorithm() -> None:
     for name, method in METHODS.items():
-        model, optimizer = wrapped(OPTIMIZERS["sgd"], method, local_steps=2)
+        model, optimizer = wrapped(OPTIMIZERS["sgd"], **method, local_steps=2)
         run(model, optimizer, range(5))
-        directly = method.network(processes(), torch.device("cpu"))
+        directly = optimizer.method.network(processes(), torch.device("cpu"))
         layout = Layout(p.shape for p in model.parameters())
-        averaging, x = method.build(directly, layout, 0), torch.randn(1, layout.size)
+        averaging, x = optimizer.method.build(directly, layout, 0), torch.randn(1, layout.size)
         for _ in range(2):
             directly.run(averaging.step(x))
         assert optimizer.bits == directly.bits[0] > 0, name
@@ -196,8 +194,8 @@ def test_bits_of_gossip_and_power_gossip_are_the_formulas() -> None:
         counted[name] = optimizer.bits
     neighbors, vectors = 2, 5 + 4 + 3
     assert counted["gossip"] == 2 * neighbors * 32 * (30 + 20 + 12 + vectors)
-    rows_and_columns = (5 + 6) + (4 + 5) + (3 + 4)  # one side in each of the two steps
-    assert counted["power"] == neighbors * 32 * (rows_and_columns + 2 * vectors)
+    rows_and_columns = (5 + 6) + (4 + 5) + (3 + 4)  # one side in each of the two iterations
+    assert counted["power"] == 2 * neighbors * 32 * (rows_and_columns + vectors)
 
 
 @pytest.mark.parallel([4])
@@ -218,7 +216,7 @@ def test_the_seed_is_also_that_of_the_topology() -> None:
         topology = topology or topologies.make("random-matching", N, seed=seed)
         return [of_round.weights.toarray().tolist() for of_round in topology.rounds]
 
-    method = Specification("dpsgd", topology="random-matching", seed=1)
+    method = GossipMethod.on_graph("dpsgd", topology="random-matching", seed=1)
     network = method.network(processes(), torch.device("cpu"))
     assert graph(1, network.topology) == graph(1) != graph(0)
 
@@ -227,14 +225,14 @@ def test_the_seed_is_also_that_of_the_topology() -> None:
 
 
 def unfrozen(
-    method: str | Specification, saved: Path | None = None
+    method: str, saved: Path | None = None, **options: Any
 ) -> tuple[nn.Module, GossipOptimizer]:
     """The last layer for 5 steps, then all for 5 more; `saved`: through a file in between."""
     model = mlp(processes().rank)
 
     def made() -> GossipOptimizer:
         local = torch.optim.SGD(model[4].parameters(), lr=0.1, momentum=0.9)
-        return GossipOptimizer(local, method)
+        return GossipOptimizer(local, method, **options)
 
     optimizer = made()
     model[:4].requires_grad_(False)
@@ -287,8 +285,8 @@ def test_groups_added_during_training_are_averaged() -> None:
 @pytest.mark.parallel([4])
 @pytest.mark.parametrize("name", ["power-gossip", "choco"])
 def test_state_covers_groups_added_during_training(name: str, tmp_path: Path) -> None:
-    straight, _ = unfrozen(METHODS[name])
-    resumed, _ = unfrozen(METHODS[name], tmp_path / f"{processes().rank}.pt")
+    straight, _ = unfrozen(**METHODS[name])
+    resumed, _ = unfrozen(**METHODS[name], saved=tmp_path / f"{processes().rank}.pt")
     assert torch.equal(numbers(straight), numbers(resumed))
 
 
@@ -303,7 +301,7 @@ def test_a_restored_optimizer_is_the_same_to_the_bit(tmp_path: Path) -> None:
 
         def made(seed: int = 0, method: str = name, local: str = local) -> tuple[Any, ...]:
             make = OPTIMIZERS[local]
-            model, optimizer = wrapped(make, METHODS[method], start=seed, local_steps=3)
+            model, optimizer = wrapped(make, **METHODS[method], start=seed, local_steps=3)
             return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
 
         def go_on(*parts: Any) -> tuple[Tensor, int]:
@@ -339,7 +337,7 @@ def test_a_distributed_checkpoint_of_each_process_resumes(
     """As PyTorch's pages on it have it. Neither saving nor loading is a step."""
     options = StateDictOptions(full_state_dict=full)
     place = {"checkpoint_id": tmp_path / str(processes().rank), "no_dist": True}
-    model, optimizer = wrapped(OPTIMIZERS[local], METHODS[method])
+    model, optimizer = wrapped(OPTIMIZERS[local], **METHODS[method])
     run(model, optimizer, range(3))
     optimizer.zero_grad()
     bits = optimizer.bits
@@ -347,7 +345,7 @@ def test_a_distributed_checkpoint_of_each_process_resumes(
     assert optimizer.bits == bits
     dcp.save({"model": values, "optimizer": state}, **place)
 
-    resumed, its = wrapped(OPTIMIZERS[local], METHODS[method])
+    resumed, its = wrapped(OPTIMIZERS[local], **METHODS[method])
     values, state = get_state_dict(resumed, its, options=options)
     assert its.bits == 0
     both: dict[str, Any] = {"model": values, "optimizer": state}
@@ -378,7 +376,7 @@ def test_a_first_step_without_updates_is_one_of_gossip() -> None:
 
 def test_another_state_is_rejected_and_changes_nothing() -> None:
     make = OPTIMIZERS["momentum"]
-    model, optimizer = wrapped(make, "power-gossip", processes=ALONE)
+    model, optimizer = wrapped(make, "power-gossip", process_group=ALONE)
     run(model, optimizer, range(2), worker=0)
     state = optimizer.state_dict()
 
@@ -513,7 +511,7 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_alone_with_a_scheduler_it_is_the_wrapped_optimizer_to_the_bit(name: str) -> None:
     make = OPTIMIZERS["momentum"]
-    model, optimizer = wrapped(make, "power-gossip", processes=ALONE)
+    model, optimizer = wrapped(make, "power-gossip", process_group=ALONE)
     reference = mlp()
     plain = make(reference)
     schedulers = SCHEDULERS[name](optimizer), SCHEDULERS[name](plain)
@@ -536,7 +534,7 @@ def test_alone_with_a_scheduler_it_is_the_wrapped_optimizer_to_the_bit(name: str
 
 def test_alone_with_a_scaler_it_is_the_wrapped_optimizer_to_the_bit() -> None:
     make = OPTIMIZERS["adam"]
-    model, optimizer = wrapped(make, "dpsgd", processes=ALONE)
+    model, optimizer = wrapped(make, "dpsgd", process_group=ALONE)
     reference: Any = mlp()
     pairs: list[tuple[Any, torch.optim.Optimizer]] = [
         (model, optimizer),
@@ -574,7 +572,7 @@ def test_alone_in_lightning_with_clipping_it_is_the_wrapped_optimizer(precision:
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             local = OPTIMIZERS["momentum"](self.model)
-            return GossipOptimizer(local, "dpsgd", processes=ALONE) if self.wraps else local
+            return GossipOptimizer(local, "dpsgd", process_group=ALONE) if self.wraps else local
 
         def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
             self.seen.append(self.model[0].weight.grad.norm())
@@ -594,7 +592,7 @@ def test_alone_in_lightning_with_clipping_it_is_the_wrapped_optimizer(precision:
 def test_alone_closures_are_the_wrapped_optimizers() -> None:
     model, reference = mlp(), mlp()
     local = torch.optim.LBFGS(model.parameters(), max_iter=3)
-    optimizer = GossipOptimizer(local, "dpsgd", processes=ALONE)
+    optimizer = GossipOptimizer(local, "dpsgd", process_group=ALONE)
     plain = torch.optim.LBFGS(reference.parameters(), max_iter=3)
     results = []
     for m, o in ((model, optimizer), (reference, plain)):
@@ -611,7 +609,7 @@ def test_alone_closures_are_the_wrapped_optimizers() -> None:
 
 
 def test_the_wrapped_optimizers_groups_state_and_defaults_are_its_own() -> None:
-    model, optimizer = wrapped(OPTIMIZERS["momentum"], "dpsgd", processes=ALONE)
+    model, optimizer = wrapped(OPTIMIZERS["momentum"], "dpsgd", process_group=ALONE)
     run(model, optimizer, range(1), worker=0)
     for _ in range(2):
         assert optimizer.param_groups is optimizer.wrapped.param_groups
@@ -626,7 +624,7 @@ def test_the_wrapped_optimizers_groups_state_and_defaults_are_its_own() -> None:
 
 
 def test_hooks_run_once_a_step() -> None:
-    model, optimizer = wrapped(OPTIMIZERS["sgd"], "dpsgd", processes=ALONE)
+    model, optimizer = wrapped(OPTIMIZERS["sgd"], "dpsgd", process_group=ALONE)
     calls: list[str] = []
     handles = [
         optimizer.register_step_pre_hook(lambda o, a, k: calls.append("before")),
@@ -653,7 +651,7 @@ def test_hooks_run_once_a_step() -> None:
     "attempt", [copy.copy, copy.deepcopy, pickle.dumps], ids=["copy", "deepcopy", "pickle"]
 )
 def test_copies_are_rejected(attempt: Callable[[Any], Any]) -> None:
-    _, optimizer = wrapped(OPTIMIZERS["sgd"], "dpsgd", processes=ALONE)
+    _, optimizer = wrapped(OPTIMIZERS["sgd"], "dpsgd", process_group=ALONE)
     with pytest.raises(TypeError, match="save state_dict"):
         attempt(optimizer)
 
@@ -971,7 +969,7 @@ def test_bad_parameters_are_rejected(name: str) -> None:
     bad, text = BAD_PARAMETERS[name]
     local = torch.optim.SGD(bad, lr=0.1)
     with pytest.raises(ValueError, match=text):
-        GossipOptimizer(local, "dpsgd", processes=ALONE)
+        GossipOptimizer(local, "dpsgd", process_group=ALONE)
 
 
 @pytest.mark.parametrize(
@@ -979,7 +977,7 @@ def test_bad_parameters_are_rejected(name: str) -> None:
 )
 def test_bad_parameters_that_are_added_are_rejected(name: str) -> None:
     """And nothing changes."""
-    model, optimizer = wrapped(OPTIMIZERS["momentum"], "dpsgd", processes=ALONE)
+    model, optimizer = wrapped(OPTIMIZERS["momentum"], "dpsgd", process_group=ALONE)
     with pytest.raises(ValueError, match=r"parameter [67]"):
         optimizer.add_param_group({"params": BAD_PARAMETERS[name][0]})
     with pytest.raises(ValueError, match="more than one parameter group"):
@@ -993,7 +991,7 @@ def test_bad_parameters_that_are_added_are_rejected(name: str) -> None:
 
 
 def test_a_group_without_numbers_may_be_added() -> None:
-    model, optimizer = wrapped(OPTIMIZERS["momentum"], "dpsgd", processes=ALONE)
+    model, optimizer = wrapped(OPTIMIZERS["momentum"], "dpsgd", process_group=ALONE)
     optimizer.add_param_group({"params": []})
     optimizer.add_param_group({"params": nn.Parameter(torch.zeros(0, 3))})
     run(model, optimizer, range(1), worker=0)
@@ -1011,17 +1009,17 @@ BAD_METHODS: dict[str, tuple[str, dict[str, Any], str]] = {
         "best diffusion rate",
     ),
     "rank": ("power-gossip", {"rank": 0}, "^rank=0: use 1 or more"),
-    "rank's type": ("power-gossip", {"rank": 1.5}, "^rank=1.5: use an integer$"),
-    "rank is no flag": ("power-gossip", {"rank": True}, "^rank=True: use an integer$"),
-    "flag's type": ("power-gossip", {"warm_start": 1}, "^warm_start=1: use True or False$"),
-    "seed's type": ("power-gossip", {"seed": "1"}, "^seed='1': use an integer$"),
+    "rank's type": ("power-gossip", {"rank": 1.5}, "^rank=1.5: use a whole number$"),
+    "rank is no flag": ("power-gossip", {"rank": True}, "^rank=True: use a whole number$"),
+    "flag's type": ("power-gossip", {"warm_start": 1}, "^warm_start=1: use true or false$"),
+    "seed's type": ("power-gossip", {"seed": "1"}, "^seed='1': use a whole number$"),
     "rounding": ("power-gossip", {"rank": 2, "round_weights": True}, "round_weights=True"),
     "compressor": ("choco", {"compressor": "zip"}, 'compressor "zip" is unknown'),
     "ratio": ("choco", {"compressor": "top-k", "keep_ratio": 2.0}, "keep_ratio"),
     "compressor's rank": (
         "choco",
         {"compressor": "top-k", "rank": "1"},
-        "^rank='1': use None or an integer$",
+        "^rank='1': use a whole number or None$",
     ),
     "levels": ("deepsqueeze", {"compressor": "qsgd", "levels": 0}, "levels"),
     "theta": ("moniqua", {"theta": -1}, "^theta=-1: use"),
@@ -1042,28 +1040,26 @@ BAD_METHODS: dict[str, tuple[str, dict[str, Any], str]] = {
 def test_bad_methods_are_rejected(name: str) -> None:
     method, options, text = BAD_METHODS[name]
     with pytest.raises(BadInput, match=text):
-        wrapped(OPTIMIZERS["sgd"], method, **options, processes=ALONE)
+        wrapped(OPTIMIZERS["sgd"], method, **options, process_group=ALONE)
 
 
 def test_other_bad_arguments_are_rejected() -> None:
     for local_steps in (0, -1, 1.5, True):
         with pytest.raises(ValueError, match=f"^local_steps={local_steps}: use"):
-            wrapped(OPTIMIZERS["sgd"], "dpsgd", local_steps=local_steps, processes=ALONE)
-    model, optimizer = wrapped(OPTIMIZERS["sgd"], "dpsgd", processes=ALONE)
-    with pytest.raises(ValueError, match=r"^method=3: use one of all-reduce, .*power-gossip"):
-        wrapped(OPTIMIZERS["sgd"], 3, processes=ALONE)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"^rank=2: use it with a name"):
-        wrapped(OPTIMIZERS["sgd"], METHODS["power-gossip"], rank=2, processes=ALONE)
+            wrapped(OPTIMIZERS["sgd"], "dpsgd", local_steps=local_steps, process_group=ALONE)
+    model, optimizer = wrapped(OPTIMIZERS["sgd"], "dpsgd", process_group=ALONE)
+    with pytest.raises(ValueError, match=r'^algorithm "3" is unknown; .*all-reduce'):
+        wrapped(OPTIMIZERS["sgd"], 3, process_group=ALONE)  # type: ignore[arg-type]
     for wrong in (optimizer, model):
         with pytest.raises(ValueError, match=f"{type(wrong).__name__} cannot be wrapped"):
-            GossipOptimizer(wrong, "dpsgd", processes=ALONE)
+            GossipOptimizer(wrong, "dpsgd", process_group=ALONE)
 
 
 @pytest.mark.parametrize("with_closure", [False, True])
 def test_sparse_gradients_are_rejected(with_closure: bool) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Embedding(5, 3, sparse=True))
     optimizer = GossipOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), "dpsgd", processes=ALONE
+        torch.optim.SGD(model.parameters(), lr=0.1), "dpsgd", process_group=ALONE
     )
 
     def closure() -> Tensor:
@@ -1120,58 +1116,29 @@ def test_processes_that_differ_are_rejected_everywhere() -> None:
 @pytest.mark.parametrize("name", algorithms.AVERAGING)
 def test_every_averaging_algorithm_is_reached_by_its_name(name: str) -> None:
     layout = Layout(p.shape for p in mlp().parameters())
-    assert name in {method.name for method in METHODS.values()}
-    method = Specification(name, topology="torus", seed=2)
-    assert set(method.options) == set(algorithms.defaults(name)) - {"seed"}
+    assert name in {method["method"] for method in METHODS.values()}
+    method = GossipMethod.on_graph(name, overlapping=False, topology="torus", seed=2)
+    assert set(method.options) == set(algorithms.defaults(name))
     method.build(method.network(ALONE, torch.device("cpu")), layout, 0)
-    by_name = wrapped(OPTIMIZERS["sgd"], name, topology="torus", seed=2, processes=ALONE)[1]
+    by_name = wrapped(OPTIMIZERS["sgd"], name, topology="torus", seed=2, process_group=ALONE)[1]
     assert by_name.method.facts() == method.facts()
-
-
-def test_names_of_methods_describe_the_same() -> None:
-    """The functions that take the place of a name and its options."""
-    cases: list[tuple[Specification, str, dict[str, Any]]] = [
-        (gossip.AllReduce(), "all-reduce", {}),
-        (gossip.Gossip(diffusion_rate=0.5), "dpsgd", {"diffusion_rate": 0.5}),
-        (gossip.PowerGossip(rank=2, topology="star"), "power-gossip", {"rank": 2}),
-        (gossip.Choco(compressor="qsgd", levels=8), "choco", {"compressor": "qsgd", "levels": 8}),
-        (gossip.DeepSqueeze(seed=3), "deepsqueeze", {"seed": 3}),
-        (gossip.Moniqua(theta=0.5), "moniqua", {"theta": 0.5}),
-        (gossip.Averaging("choco", options={"seed": 2}), "choco", {"seed": 2}),
-    ]
-    for described, name, options in cases:
-        facts = Specification(name, **{"topology": described.topology, **options}).facts()
-        _, optimizer = wrapped(OPTIMIZERS["sgd"], described, processes=ALONE)
-        assert optimizer.method.facts() == facts
-
-
-def test_a_row_that_takes_all_options_in_one_object(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = []
-
-    def build(network: Network, layout: Layout, options: algorithms.AveragingOptions) -> Any:
-        found.append((options.diffusion_rate, options.rank, options.seed))
-        return algorithms.PlainGossip(network, options.diffusion_rate)
-
-    monkeypatch.setitem(algorithms.AVERAGING, "mine", build)
-    wrapped(OPTIMIZERS["sgd"], "mine", diffusion_rate=0.5, rank=3, seed=7, processes=ALONE)
-    assert found == [(0.5, 3, 7)]
 
 
 def test_options_without_a_type_accept_every_value(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
 
-    def build(network: Network, layout: Layout, *, gain=1.0, kind: Any = None) -> Any:
+    def build(network: Network, layout: Layout, *, gain=None, kind: Any = None) -> Any:
         found.append((gain, kind))
         return algorithms.PlainGossip(network)
 
     monkeypatch.setitem(algorithms.AVERAGING, "mine", build)
-    wrapped(OPTIMIZERS["sgd"], "mine", gain="high", processes=ALONE)
-    wrapped(OPTIMIZERS["sgd"], "mine", kind=(1, 2), processes=ALONE)
-    assert found == [("high", None), (1.0, (1, 2))]
+    wrapped(OPTIMIZERS["sgd"], "mine", gain="high", process_group=ALONE)
+    wrapped(OPTIMIZERS["sgd"], "mine", kind=(1, 2), process_group=ALONE)
+    assert found == [("high", None), (None, (1, 2))]
 
 
 def test_a_state_of_another_version_is_rejected() -> None:
-    _, optimizer = wrapped(OPTIMIZERS["momentum"], "dpsgd", processes=ALONE)
+    _, optimizer = wrapped(OPTIMIZERS["momentum"], "dpsgd", process_group=ALONE)
     state = optimizer.state_dict()
     state["param_groups"][0]["gossip"]["version"] = 2
     with pytest.raises(ValueError, match="version 2, this is version 3"):
@@ -1197,7 +1164,7 @@ def test_added_groups_of_equal_shapes_draw_different_directions() -> None:
 
 def gossip_with(method: str = "dpsgd", **options: Any) -> str:
     """A description of an optimizer."""
-    _, optimizer = wrapped(OPTIMIZERS["sgd"], method, processes=ALONE, **options)
+    _, optimizer = wrapped(OPTIMIZERS["sgd"], method, process_group=ALONE, **options)
     return f"{optimizer} {optimizer.state_dict()}"
 
 

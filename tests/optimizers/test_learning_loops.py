@@ -8,7 +8,7 @@ Axes: worker, one per process; D parameters of a worker's model.
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,11 @@ from powergossip.algorithms import learning
 from powergossip.errors import BadInput
 from powergossip.network import Network, Processes, processes
 from powergossip.optimizers import GossipOptimizer
-from powergossip.optimizers.specification import Specification
 from powergossip.parameters import Layout, Parameters
 from powergossip.training.config import Settings
+from powergossip.training.config_checks import checked
 from powergossip.training.local_optimizers import LocalOptimizer
+from tests.harness.training import after_steps, configured
 
 N, ROWS, COLUMNS = 4, 6, 5
 D = ROWS * COLUMNS + ROWS
@@ -398,7 +399,7 @@ def test_alone_it_is_the_wrapped_optimizer_to_the_bit(name: str) -> None:
         lambda m: torch.optim.Muon([p for p in m.parameters() if p.ndim == 2], lr=0.01),
     ):
         model, reference = Quadratic(0, 1.0), Quadratic(0, 1.0)
-        optimizer = GossipOptimizer(make(model), "dpsgd", learning=name, processes=ALONE)
+        optimizer = GossipOptimizer(make(model), "dpsgd", learning=name, process_group=ALONE)
         run(model, optimizer, 5)
         run(reference, make(reference), 5)
         assert torch.equal(model.x, reference.x)
@@ -418,7 +419,7 @@ def test_alone_rules_with_momentum_apply_it(
 ) -> None:
     model, reference = Quadratic(0, 1.0), Quadratic(0, 1.0)
     local = sgd(model, weight_decay=0.1)
-    run(model, GossipOptimizer(local, method, learning=name, processes=ALONE), 6)
+    run(model, GossipOptimizer(local, method, learning=name, process_group=ALONE), 6)
     run(reference, sgd(reference, weight_decay=0.1, **options), 6)
     torch.testing.assert_close(model.x, reference.x, rtol=1e-5, atol=1e-5)
 
@@ -433,7 +434,7 @@ def test_alone_quasi_global_momentum_is_that_of_its_equations(nesterov: bool) ->
         "dpsgd",
         learning="quasi-global-momentum",
         learning_options=options,
-        processes=ALONE,
+        process_group=ALONE,
     )
     run(model, optimizer, 6)
     for _ in range(6):
@@ -445,7 +446,7 @@ def test_alone_quasi_global_momentum_is_that_of_its_equations(nesterov: bool) ->
 
 
 def momentum_tracking(model: nn.Module) -> GossipOptimizer:
-    return GossipOptimizer(sgd(model), "dpsgd", learning="momentum-tracking", processes=ALONE)
+    return GossipOptimizer(sgd(model), "dpsgd", learning="momentum-tracking", process_group=ALONE)
 
 
 def test_a_missing_gradient_is_0() -> None:
@@ -493,9 +494,9 @@ def test_closures_are_called_once() -> None:
 
 
 def test_defaults_of_averaging_depend_on_the_rule() -> None:
-    def method(name: str, learning: str = "exact-diffusion", **options: Any) -> dict[str, Any]:
+    def method(name: str, learning: str = "exact-diffusion", **options: Any) -> Mapping[str, Any]:
         local = sgd(Quadratic(0))
-        optimizer = GossipOptimizer(local, name, learning=learning, processes=ALONE, **options)
+        optimizer = GossipOptimizer(local, name, learning=learning, process_group=ALONE, **options)
         return optimizer.method.options
 
     quantized: dict[str, Any] = {"compressor": "qsgd", "unbiased": True}
@@ -520,7 +521,7 @@ def half(model: nn.Module) -> torch.optim.Optimizer:
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 GT, QG, MT = "gradient-tracking", "quasi-global-momentum", "momentum-tracking"
-REJECTED: dict[str, tuple[Make, str | Specification, dict[str, Any], str]] = {
+REJECTED: dict[str, tuple[Make, str, dict[str, Any], str]] = {
     "name": (sgd, "dpsgd", {"learning": "d2"}, "^learning=d2: use"),
     "not a name": (sgd, "dpsgd", {"learning": 3}, "^learning=3: use"),
     "option of d-psgd": (sgd, "dpsgd", {"learning_options": {"momentum": 0.9}}, "^momentum=0.9: "),
@@ -533,12 +534,6 @@ REJECTED: dict[str, tuple[Make, str | Specification, dict[str, Any], str]] = {
         sgd,
         "dpsgd",
         {"learning": "relay-sgd", "topology": "chain", "diffusion_rate": 0.3},
-        "^diffusion_rate=0.3: learning=relay-sgd has no such option",
-    ),
-    "without effect in a method": (
-        sgd,
-        Specification("dpsgd", topology="chain", diffusion_rate=0.3),
-        {"learning": "relay-sgd"},
         "^diffusion_rate=0.3: learning=relay-sgd has no such option",
     ),
     "dual rate": (
@@ -581,20 +576,47 @@ REJECTED: dict[str, tuple[Make, str | Specification, dict[str, Any], str]] = {
 def test_bad_combinations_are_rejected(name: str) -> None:
     make, method, keywords, text = REJECTED[name]
     with pytest.raises(BadInput, match=text):
-        GossipOptimizer(make(Quadratic(0)), method, processes=ALONE, **keywords)
+        GossipOptimizer(make(Quadratic(0)), method, process_group=ALONE, **keywords)
 
 
-def test_options_of_a_rule_of_a_script_are_no_fractions(monkeypatch: pytest.MonkeyPatch) -> None:
-    class WarmUp(learning.DPSGD):
-        def __init__(self, workers: learning.Workers, *, num_steps: int = 10) -> None:
-            super().__init__(workers)
+@pytest.mark.parametrize("home", ["script", "powergossip.algorithms.learning.every"])
+def test_options_of_an_own_rule_are_the_same_by_both_doors(
+    home: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Every(learning.DPSGD):
+        __module__ = home
 
-    monkeypatch.setitem(learning.LEARNING, "warm-up", WarmUp)
-    model = Quadratic(0)
-    make = partial(GossipOptimizer, sgd(model), "dpsgd", processes=ALONE, learning="warm-up")
-    run(model, make(learning_options={"num_steps": 5}), 2)
-    with pytest.raises(BadInput, match="num_steps='abc': use an integer"):
-        make(learning_options={"num_steps": "abc"})
+        def __init__(
+            self,
+            workers: learning.Workers,
+            *,
+            every: int = 7,
+            overlapping: bool = True,
+            local_steps: int = 1,
+        ) -> None:
+            super().__init__(workers, overlapping=overlapping, local_steps=local_steps)
+
+    monkeypatch.setitem(learning.LEARNING, "every", Every)
+    keys = {"optimizer": "dpsgd", "learning": "every"}
+    for given in ({}, {"every": 9}):
+        ours = checked(configured(**keys, learning_options=given), ALONE).method
+        after_steps(1, **keys, learning_options=given)
+        model = Quadratic(0)
+        optimizer = GossipOptimizer(
+            sgd(model), "dpsgd", learning="every", learning_options=given, process_group=ALONE
+        )
+        run(model, optimizer, 2)
+        theirs = optimizer.method
+        assert ours.learning_options["every"] == theirs.learning_options["every"]
+        assert ours.learning_options["every"] == given.get("every", 7)
+    for wrong in ("abc", 1.5, True):
+        text = f"every={wrong!r}: use a whole number"
+        with pytest.raises(BadInput, match=text):
+            GossipOptimizer(
+                sgd(model), "dpsgd", learning="every", learning_options={"every": wrong}
+            )
+        with pytest.raises(ValueError, match=f"^learning_options.{text}"):
+            after_steps(1, **keys, learning_options={"every": wrong})
 
 
 @pytest.mark.parametrize(
@@ -611,7 +633,7 @@ def test_groups_that_do_not_fit_are_rejected(
     """And nothing changes."""
     model = Quadratic(0)
     local = torch.optim.SGD([model.weight], lr=0.1)
-    optimizer = GossipOptimizer(local, "dpsgd", processes=ALONE, **keywords)
+    optimizer = GossipOptimizer(local, "dpsgd", process_group=ALONE, **keywords)
     run(model, optimizer, steps)
     with pytest.raises(ValueError, match=key):
         optimizer.add_param_group({"params": [model.bias], **group})
@@ -642,7 +664,7 @@ def test_rates_that_become_different_are_rejected() -> None:
 
 def test_the_state_of_another_rule_is_rejected() -> None:
     def made(**keywords: Any) -> GossipOptimizer:
-        return GossipOptimizer(sgd(Quadratic(0)), "dpsgd", processes=ALONE, **keywords)
+        return GossipOptimizer(sgd(Quadratic(0)), "dpsgd", process_group=ALONE, **keywords)
 
     def beta(value: float) -> dict[str, Any]:
         return {"learning": MT, "learning_options": {"momentum": value}}
@@ -653,7 +675,7 @@ def test_the_state_of_another_rule_is_rejected() -> None:
         made().load_state_dict(made(learning=GT).state_dict())
     with pytest.raises(ValueError, match=r"momentum=0.8 \(here 0.9\)"):
         made(**beta(0.9)).load_state_dict(made(**beta(0.8)).state_dict())
-    other = GossipOptimizer(adam(Quadratic(0)), "dpsgd", processes=ALONE)
+    other = GossipOptimizer(adam(Quadratic(0)), "dpsgd", process_group=ALONE)
     for optimizer, state, kinds in (
         (made(), other, "Adam; .* SGD"),
         (other, made(), "SGD; .* Adam"),
@@ -682,7 +704,7 @@ def test_processes_that_differ_are_rejected_everywhere() -> None:
 
 
 def test_a_rate_that_is_too_large_for_the_rule_gives_a_warning() -> None:
-    options: dict[str, Any] = {"learning": "exact-diffusion", "processes": ALONE}
+    options: dict[str, Any] = {"learning": "exact-diffusion", "process_group": ALONE}
     with pytest.warns(UserWarning, match=r"^diffusion_rate=1.5: "):
         GossipOptimizer(sgd(Quadratic(0)), "power-gossip", diffusion_rate=1.5, **options)
 

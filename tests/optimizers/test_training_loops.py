@@ -433,7 +433,7 @@ def test_every_method_averages_half_precision(message_dtype: str) -> None:
     for name, method in METHODS.items():
         model = half_mlp(torch.bfloat16)
         local = torch.optim.SGD(model.parameters(), lr=0.0)
-        optimizer = GossipOptimizer(local, method, message_dtype=message_dtype)
+        optimizer = GossipOptimizer(local, **method, message_dtype=message_dtype)
         model.load_state_dict(half_mlp(torch.bfloat16, processes().rank).state_dict())
         before = everywhere(model).float()
         for _ in range(20):

@@ -43,6 +43,7 @@ TOP_LEVEL = {"algorithms", "compressors", "gossip_run", "topologies", "train"}
 BASE = {
     "atomic_files",
     "checks",
+    "deprecated",
     "errors",
     "exits",
     "formatting",

@@ -21,10 +21,10 @@ from powergossip.algorithms.aggregation import AGGREGATIONS
 from powergossip.algorithms.torch_powersgd import HOOKS
 from powergossip.compressors import COMPRESSORS
 from powergossip.network import Processes
-from powergossip.optimizers.specification import Specification
+from powergossip.optimizers.gossip_method import GossipMethod
 from powergossip.runs import configuration
 from powergossip.training import method_keys
-from powergossip.training.config_checks import checked, method_options, option_defaults
+from powergossip.training.config_checks import checked, option_defaults
 from powergossip.training.method_keys import (
     ALIASES,
     DEFAULTS,
@@ -118,7 +118,7 @@ def test_a_key_that_changes_time_only_arrives(key: str) -> None:
     value, optimizer = TIME_ONLY[key]
     c = checked(configured(optimizer=optimizer, n_workers=1, **{key: value}), Processes())
     name = key.removeprefix(PREFIX)
-    assert method_options(c)[ALIASES.get(optimizer, {}).get(name, name)] == value
+    assert c.method.options[ALIASES.get(optimizer, {}).get(name, name)] == value
 
 
 def test_a_rank_with_which_nothing_is_compressed_gives_a_warning() -> None:
@@ -193,7 +193,7 @@ def test_null_is_the_default_of_the_constructor_or_of_the_table(optimizer: str) 
     """The configuration that is recorded has the keys of the method, with their values."""
     found = checked(configured(optimizer=optimizer), ALONE)
     assert set(found.options) == set(option_defaults(optimizer))
-    given = method_options(found)
+    given = found.method.options
     row = (AVERAGING | AGGREGATIONS)[optimizer]
     names = ALIASES.get(optimizer, {})
     overridden = {names.get(key, key) for key in DEFAULTS.get(optimizer, {})}
@@ -236,7 +236,7 @@ def test_options_of_a_row_of_a_script_are_those_that_it_has(
         "dgc": {"momentum": 0.4, "nesterov": True},
     }.items():
         own = {"optimizer_compressor": "clipped"} if optimizer == "choco" else {}
-        found = method_options(checked(configured(optimizer=optimizer, seed=7, **own), ALONE))
+        found = checked(configured(optimizer=optimizer, seed=7, **own), ALONE).method.options
         assert {name: found[name] for name in expected} == expected
 
 
@@ -365,7 +365,7 @@ def test_rates_of_choco_by_default(
     given = {key.removeprefix("optimizer_"): value for key, value in more.items()}
     given.pop("learning", None)
     if "learning" not in more:
-        method = Specification("choco", compressor=compressor, **given)
+        method = GossipMethod.on_graph("choco", compressor=compressor, **given)
         assert method.options["diffusion_rate"] == rate
         assert method.options["copy_rate"] == copy_rate
 

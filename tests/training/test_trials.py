@@ -425,7 +425,7 @@ def test_an_error_of_a_row_says_that_its_step_was_a_trial(monkeypatch: pytest.Mo
     ("options", "accepted"),
     [
         ({"pull": 1, "sign": True, "kind": "a"}, None),
-        ({"pull": "abc"}, "learning_options.pull=abc: use a number"),
+        ({"pull": "abc"}, "learning_options.pull='abc': use a number"),
         ({"pull": True}, "learning_options.pull=True: use a number"),
         ({"sign": 1}, "learning_options.sign=1: use true or false"),
         ({"kind": 1}, "learning_options.kind=1: use a string"),

@@ -23,7 +23,6 @@ from powergossip.training.asynchronous.execution import AcrossProcesses, OnVirtu
 from powergossip.training.asynchronous.workers import EdgeWorkers
 from powergossip.training.config import Settings
 from powergossip.training.execution import Computation
-from powergossip.training.methods import averaging_options
 
 
 def make_links(c: Settings, processes: Processes) -> Links:
@@ -41,7 +40,7 @@ def make_links(c: Settings, processes: Processes) -> Links:
 def make(run: Computation, links: Links | None) -> OnVirtualClock | AcrossProcesses:
     """The execution of a configuration by edges: across processes where there are links."""
     c, counter = run.config, run.network.counter
-    workers = EdgeWorkers(run, averaging_options(c, run.network.topology, run.parameters.layout))
+    workers = EdgeWorkers(run, c.method.resolved(run.network.topology, run.parameters.layout))
     if links is not None:
         together = c.gossip == "synchronous"
         wall = WallClock(
