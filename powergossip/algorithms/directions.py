@@ -59,22 +59,25 @@ class Side(Protocol):
         """Sample p from the edges' random streams: the same at both ends."""
         ...
 
-    def project(self, x: Tensor, counter: int, round_weights: bool, resample: bool) -> ToEach:
+    def project(self, x: Tensor, counter: int, round_weights: bool) -> ToEach:
         """p ← orthonormalize(p) and s = Xᵀ p: the message of an iteration.
 
         Args:
             x: Parameters [worker, D].
             counter: Index of the random draws.
             round_weights: Whether signs take the place of orthonormal directions.
-            resample: Whether the directions are random at first.
         """
         ...
 
-    def update(self, x: Tensor, received: Tensor | None) -> None:
-        """d = s_received − s and X ← X + γ w p dᵀ. The directions of the other side become d.
+    def update(self, x: Tensor, received: Tensor | None) -> "Side":
+        """d = s_received − s and X ← X + γ w p dᵀ. Returns d, in the memory of the other side.
 
         Without `received`, d is that of the last call.
         """
+        ...
+
+    def recall(self, message: Tensor) -> None:
+        """s ← the message of an earlier `project` with the same p."""
         ...
 
     def packed(self) -> Tensor:
@@ -391,9 +394,7 @@ class MatrixSide(Directions):
         self._matrices, self._side = stacks, side
         self._matrix_views = TensorCache[list[Tensor]]()
 
-    def project(self, x: Tensor, counter: int, round_weights: bool, resample: bool) -> ToEach:
-        if resample:
-            self.draw(counter)
+    def project(self, x: Tensor, counter: int, round_weights: bool) -> ToEach:
         if round_weights:
             self.round(counter)
         else:
@@ -403,13 +404,20 @@ class MatrixSide(Directions):
             torch.bmm(p_T, X, out=s_T)
         return self.other.message()
 
-    def update(self, x: Tensor, received: Tensor | None) -> None:
+    def update(self, x: Tensor, received: Tensor | None) -> "MatrixSide":
         d = self.other
         if received is not None:
             d.take_differences(received)
         weighted = self.weighted().stacks
         for weighted_p_T, d_T, X in zip(weighted, d.stacks, self._matrices_of(x), strict=True):
             X.baddbmm_(weighted_p_T.mT, d_T)
+        return d
+
+    def recall(self, message: Tensor) -> None:
+        s = self.other
+        s._message.copy_(message)
+        for own, view in zip(s.own.views, s._message_views, strict=True):
+            own.copy_(view)
 
     def _matrices_of(self, x: Tensor) -> list[Tensor]:
         return self._matrix_views.get(x, self._make_views)

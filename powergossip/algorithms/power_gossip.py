@@ -6,7 +6,7 @@ update of X are those of a `Side`: `MatrixSide` of directions.py, or on a CPU wi
 power_gossip_reference.py.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -116,6 +116,7 @@ class PowerGossip:
                 self._sides.append(compiled_sides(library, edges, rank, self._stacks))
             else:
                 self._sides.append(matrix_sides(edges, rank, self._stacks))
+        self._directions = [sides[0] for sides in self._sides]  # p of each round
         self._iterations = [0] * len(network.rounds)  # by round, since the start
 
         # Spans of the elements that are not compressed, which lie behind the compressed ones.
@@ -129,8 +130,8 @@ class PowerGossip:
         ]
         self._rests = TensorCache[Tensor]()
         self._spans = TensorCache[list[Tensor]]()
-        for t, sides in enumerate(self._sides):
-            sides[0].draw(self._counter(t))
+        for t, p in enumerate(self._directions):
+            p.draw(self._counter(t))
 
     def step(self, x: Tensor) -> Conversation:
         """num_iterations iterations on the compressed matrices, plain gossip on the rest."""
@@ -147,25 +148,40 @@ class PowerGossip:
 
         Unless out is x, the compressed matrices of x take part in all but the last exchange.
         """
-        t = self._network.round % len(self._sides)
         for iteration in range(self._num_iterations if self._stacks else min(1, len(self._plain))):
-            messages: list[Message] = []
-            if self._stacks:
-                # Side 0: p are rows long, s and d columns. Side 1: the other way round.
-                p = self._sides[t][self._iterations[t] % 2]
-                random = self._round_weights, not self._warm_start
-                messages.append(p.project(x, self._counter(t), *random))
-            rest = self._rest(x) if iteration == 0 and self._plain else None
-            if rest is not None:
-                messages.append(ToAll(rest))
-            received = yield tuple(messages)
-            if rest is not None:
-                self._gossip(rest, received[-1], rest if out is x else self._rest(out))
-            if self._stacks:
-                p.update(out, received[0])
-                if out is not x and iteration < self._num_iterations - 1:
-                    p.update(x, None)
-                self._iterations[t] += 1
+            p, messages = self._directions[self._t], self.messages(x, iteration)
+            received = yield messages
+            last = messages[-1]
+            self.update(out, received, last.tensor if isinstance(last, ToAll) else None)
+            if out is not x and iteration < self._num_iterations - 1:
+                p.update(x, None)
+
+    @property
+    def _t(self) -> int:
+        """The round of the topology."""
+        return self._network.round % len(self._sides)
+
+    def messages(self, x: Tensor, iteration: int) -> tuple[Message, ...]:
+        """s = Xᵀ p, and in the first iteration of a step the elements that are not compressed."""
+        t, messages = self._t, list[Message]()
+        if self._stacks:
+            p = self._directions[t]
+            if not self._warm_start:
+                p.draw(self._counter(t))
+            messages.append(p.project(x, self._counter(t), self._round_weights))
+        if self._plain and iteration == 0:
+            messages.append(ToAll(self._rest(x)))
+        return tuple(messages)
+
+    def update(self, out: Tensor, received: Sequence[Tensor], rest: Tensor | None) -> None:
+        """out ← out + the exchanges of an iteration. rest: that of `messages`, or None."""
+        t = self._t
+        if rest is not None:
+            self._gossip(rest, received[-1], self._rest(out))
+        if self._stacks:
+            d = self._directions[t].update(out, received[0])
+            self._directions[t] = d  # p ← d, the warm start. Otherwise p is drawn again
+            self._iterations[t] += 1
 
     def _gossip(self, rest: Tensor, received: Tensor, out: Tensor) -> None:
         """Plain gossip on elements that are not compressed, in place if out is rest."""
@@ -200,23 +216,25 @@ class PowerGossip:
         return {
             "matrices": {
                 "iterations": list(self._iterations),
-                "directions": [
-                    self._padded(self._sides[t][iterations % 2].packed())
-                    for t, iterations in enumerate(self._iterations)
-                ],
+                "directions": [self._padded(p.packed()) for p in self._directions],
             },
             "rest": {},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state returned by `state_dict()`."""
-        matrices = state["matrices"]
-        self._iterations = list(matrices["iterations"])
-        for t, directions in enumerate(matrices["directions"]):
-            side = self._iterations[t] % 2
+        for t, directions in enumerate(state["matrices"]["directions"]):
+            iterations = state["matrices"]["iterations"][t]
             if directions.shape[-1] == max(self._lengths):
-                directions = directions[..., : self._lengths[side]]
-            self._sides[t][side].unpack(directions)
+                directions = directions[..., : self._lengths[iterations % 2]]
+            self.resume(iterations, directions, t)
+
+    def resume(self, iterations: int, directions: Tensor, t: int = 0) -> Side:
+        """Go to an iteration on round t of the topology, with these directions. Returns p."""
+        p = self._sides[t][iterations % 2]
+        p.unpack(directions)
+        self._iterations[t], self._directions[t] = iterations, p
+        return p
 
     def _padded(self, directions: Tensor) -> Tensor:
         missing = max(self._lengths) - directions.shape[-1]
