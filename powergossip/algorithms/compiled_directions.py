@@ -79,6 +79,7 @@ class CompiledSide:
         memory: Tensor,
     ):
         self.directions = torch.zeros(*shape, dtype=torch.float32)
+        self.flat = self.directions.view(-1)
         self._message = ToEach(self.directions, memory=memory)
         self._structure = edges
         self._edges, self._side = ctypes.addressof(edges), side

@@ -27,7 +27,7 @@ NOISE = {torch.float32: 1e-6, torch.float64: 1e-14}
 
 
 class EdgeConstants:
-    """Constants of the edges of one round, all [worker, neighbor].
+    """Constants of the edges of one round, all [worker, neighbor]. Both sides refer to them.
 
     Attributes:
         weight: γ w_ij.
@@ -53,7 +53,13 @@ class EdgeConstants:
 
 
 class Side(Protocol):
-    """The directions p of one side: as long as a column (side 0) or as a row (side 1) of X."""
+    """The directions p of one side: as long as a column (side 0) or as a row (side 1) of X.
+
+    Attributes:
+        flat: Memory of p: a message, for one worker with one neighbor.
+    """
+
+    flat: Tensor
 
     def draw(self, counter: int) -> None:
         """Sample p from the edges' random streams: the same at both ends."""
@@ -234,7 +240,8 @@ class Directions:
         views, start = [], 0
         for layers, length in self._layers_and_lengths if stacks is None else stacks:
             size = layers * self._rank * length
-            piece = message[:, :, start : start + size].unflatten(2, (layers, self._rank, length))
+            piece = message[:, :, start : start + size]
+            piece = piece.view(*message.shape[:2], layers, self._rank, length)
             views.append(piece[0].transpose(0, 1) if message.shape[0] == 1 else piece[:, :, 0])
             start += size
         return views

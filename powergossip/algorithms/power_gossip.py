@@ -64,6 +64,11 @@ class PowerGossip:
         round_weights: Round directions to their signs, at rank 1.
         seed: Seed of random directions.
 
+    Attributes:
+        directions: The present or next p, for each round of the topology.
+        lengths: The elements of p for a neighbor, on both sides.
+        rounds: Number of iterations in a step.
+
     Raises:
         ValueError: For a rank or number of iterations below 1, γ that is not positive,
             round_weights with a rank other than 1, or a mixing matrix that is not symmetric.
@@ -96,33 +101,33 @@ class PowerGossip:
                 f"such as ring (both ends of an edge must have the same weight)"
             )
         self._network = network
-        self._num_iterations = num_iterations
         self._warm_start = warm_start
         self._round_weights = round_weights
 
-        self._stacks = layout.compressible(rank)
+        self.seed, self._stacks = seed, layout.compressible(rank)
+        self.rounds = num_iterations if self._stacks else 1
         whole = layout.whole.compressible(rank)
-        self._lengths = (  # of the directions of both sides
+        self.lengths = (
             rank * sum(stack.layers * stack.rows for stack in whole),
             rank * sum(stack.layers * stack.columns for stack in whole),
         )
         library, shards = kernels.load(network), layout.shards
         self._sides: list[tuple[Side, Side]] = []  # of each round
-        for slots in network.rounds:
-            edges = EdgeConstants(network, slots, rate, seed)
+        self._edges = [EdgeConstants(network, slots, rate, seed) for slots in network.rounds]
+        for edges in self._edges:
             if shards is not None:
                 self._sides.append(sharded_sides(edges, rank, self._stacks, whole, shards))
             elif library is not None:
                 self._sides.append(compiled_sides(library, edges, rank, self._stacks))
             else:
                 self._sides.append(matrix_sides(edges, rank, self._stacks))
-        self._directions = [sides[0] for sides in self._sides]  # p of each round
+        self.directions = [sides[0] for sides in self._sides]
         self._iterations = [0] * len(network.rounds)  # by round, since the start
 
         # Spans of the elements that are not compressed, which lie behind the compressed ones.
-        self._compressed = self._stacks[-1].stop if self._stacks else 0
-        matrices = slice(0, layout.matrices_size - self._compressed)
-        vectors = slice(matrices.stop, layout.size - self._compressed)
+        self.compressed = self._stacks[-1].stop if self._stacks else 0
+        matrices = slice(0, layout.matrices_size - self.compressed)
+        vectors = slice(matrices.stop, layout.size - self.compressed)
         self._plain = [
             (span, PlainGossip(network, gossip_rate))
             for span, gossip_rate in ((matrices, diffusion_rate), (vectors, 1.0))
@@ -130,7 +135,7 @@ class PowerGossip:
         ]
         self._rests = TensorCache[Tensor]()
         self._spans = TensorCache[list[Tensor]]()
-        for t, p in enumerate(self._directions):
+        for t, p in enumerate(self.directions):
             p.draw(self._counter(t))
 
     def step(self, x: Tensor) -> Conversation:
@@ -140,7 +145,7 @@ class PowerGossip:
     def increment(self, x: Tensor, out: Tensor) -> Conversation:
         """out ← the sum of the exchanges of a step, which leaves x as it is."""
         # An iteration sees those before it.
-        x = x.clone() if self._num_iterations > 1 else x
+        x = x.clone() if self.rounds > 1 else x
         yield from self._iterate(x, out.zero_())
 
     def _iterate(self, x: Tensor, out: Tensor) -> Conversation:
@@ -148,12 +153,12 @@ class PowerGossip:
 
         Unless out is x, the compressed matrices of x take part in all but the last exchange.
         """
-        for iteration in range(self._num_iterations if self._stacks else min(1, len(self._plain))):
-            p, messages = self._directions[self._t], self.messages(x, iteration)
+        for iteration in range(self.rounds if self._stacks or self._plain else 0):
+            p, messages = self.directions[self._t], self.messages(x, iteration)
             received = yield messages
             last = messages[-1]
             self.update(out, received, last.tensor if isinstance(last, ToAll) else None)
-            if out is not x and iteration < self._num_iterations - 1:
+            if out is not x and iteration < self.rounds - 1:
                 p.update(x, None)
 
     @property
@@ -165,7 +170,7 @@ class PowerGossip:
         """s = Xᵀ p, and in the first iteration of a step the elements that are not compressed."""
         t, messages = self._t, list[Message]()
         if self._stacks:
-            p = self._directions[t]
+            p = self.directions[t]
             if not self._warm_start:
                 p.draw(self._counter(t))
             messages.append(p.project(x, self._counter(t), self._round_weights))
@@ -179,8 +184,8 @@ class PowerGossip:
         if rest is not None:
             self._gossip(rest, received[-1], self._rest(out))
         if self._stacks:
-            d = self._directions[t].update(out, received[0])
-            self._directions[t] = d  # p ← d, the warm start. Otherwise p is drawn again
+            d = self.directions[t].update(out, received[0])
+            self.directions[t] = d  # p ← d, the warm start. Otherwise p is drawn again
             self._iterations[t] += 1
 
     def _gossip(self, rest: Tensor, received: Tensor, out: Tensor) -> None:
@@ -194,7 +199,7 @@ class PowerGossip:
 
     def _rest(self, x: Tensor) -> Tensor:
         """The elements that are not compressed [worker, element]."""
-        return self._rests.get(x, lambda x: x[:, self._compressed :])
+        return self._rests.get(x, lambda x: x[:, self.compressed :])
 
     def _parts(self, rest: Tensor) -> list[Tensor]:
         """Those of matrices and of vectors."""
@@ -216,7 +221,7 @@ class PowerGossip:
         return {
             "matrices": {
                 "iterations": list(self._iterations),
-                "directions": [self._padded(p.packed()) for p in self._directions],
+                "directions": [self._padded(p.packed()) for p in self.directions],
             },
             "rest": {},
         }
@@ -225,17 +230,22 @@ class PowerGossip:
         """Restore the state returned by `state_dict()`."""
         for t, directions in enumerate(state["matrices"]["directions"]):
             iterations = state["matrices"]["iterations"][t]
-            if directions.shape[-1] == max(self._lengths):
-                directions = directions[..., : self._lengths[iterations % 2]]
-            self.resume(iterations, directions, t)
+            if directions.shape[-1] == max(self.lengths):
+                directions = directions[..., : self.lengths[iterations % 2]]
+            self.resume(iterations, t).unpack(directions)
 
-    def resume(self, iterations: int, directions: Tensor, t: int = 0) -> Side:
-        """Go to an iteration on round t of the topology, with these directions. Returns p."""
-        p = self._sides[t][iterations % 2]
-        p.unpack(directions)
-        self._iterations[t], self._directions[t] = iterations, p
+    def resume(self, iterations: int, t: int = 0, keys: Tensor | None = None) -> Side:
+        """Go to an iteration of round t of the topology. Returns p, which the caller sets.
+
+        Args:
+            keys: Keys [worker, neighbor] of the random streams, of other edges than before.
+        """
+        if keys is not None:
+            self._edges[t].key.copy_(keys)
+        self._iterations[t] = iterations
+        p = self.directions[t] = self._sides[t][iterations % 2]
         return p
 
     def _padded(self, directions: Tensor) -> Tensor:
-        missing = max(self._lengths) - directions.shape[-1]
+        missing = max(self.lengths) - directions.shape[-1]
         return torch.nn.functional.pad(directions, (0, missing))

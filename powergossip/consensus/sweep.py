@@ -389,6 +389,7 @@ class BatchByEdges:
         rule = averaging.make(
             method.averaging,
             sweep.layout,
+            sweep.processes,
             **{option: value for option, value in given.items() if option in known},
         )
         members, policy = Members(sweep.topology), Policy(c.gossip, c.max_delay or 0)
