@@ -91,11 +91,7 @@ class Side(Protocol):
         ...
 
     def unpack(self, message: Tensor) -> None:
-        """Set p from the form of a message [worker, neighbor, M].
-
-        Raises:
-            ValueError: For another shape.
-        """
+        """Set p from the form of a message [worker, neighbor, M]."""
         ...
 
 
@@ -224,11 +220,6 @@ class Directions:
 
     def unpack(self, message: Tensor) -> None:
         """Set the directions from the form of a message [worker, neighbor, M]."""
-        expected = (*self._message.shape[:2], self._whole_size)
-        if message.shape != expected:
-            raise ValueError(
-                f"directions of shape {tuple(message.shape)} do not fit; this run's are {expected}"
-            )
         whole = self._views_of(message, self._whole)
         for stack, (view, directions) in enumerate(zip(whole, self.views, strict=True)):
             directions.copy_(self._own(stack, view))
@@ -311,22 +302,9 @@ class Directions:
         if self.branches and norms.all():
             return False
         collapsed = self._masks(norms == 0)
-        if not self.branches:  # all are drawn, in few kernels
-            drawn = self._views_of(self._drawn(counter), self._whole)
-            for stack, (view, which) in enumerate(zip(self.views, collapsed, strict=True)):
-                torch.where(which, self._own(stack, drawn[stack]), view, out=view)
-            return True
-        # For each direction, its index in the message: there begins its part of the edge's stream.
-        index = torch.arange(self._whole_size, device=norms.device)
-        starts = self._views_of(index.expand(*self._edges.key.shape, -1), self._whole)
-        places = zip(starts, collapsed, self._signs.views, strict=True)
-        for stack, (start, mask, sign) in enumerate(places):
-            if mask.any():
-                which, key = mask[..., 0], self._edges.key[:, :, None].expand(sign.shape)
-                length = start.shape[-1:]
-                random = randomness.normal(key[which], counter, length, start[which][..., 0])
-                own = self._own(stack, random.to(self.flat))
-                self.views[stack][which] = own * sign[which][:, None]
+        drawn = self._views_of(self._drawn(counter), self._whole)
+        for stack, (view, which) in enumerate(zip(self.views, collapsed, strict=True)):
+            torch.where(which, self._own(stack, drawn[stack]), view, out=view)
         return True
 
     # --- Orthonormal directions ---
@@ -361,7 +339,10 @@ class Directions:
             stack.mul_(scale[..., None])
 
     def _orthonormalize(self, counter: int) -> None:
-        """p ← T p with T of `orthonormalizing`, which is computed for all stacks at once."""
+        """p ← T p with T = L⁻¹ S and G = p pᵀ = L Lᵀ: orthonormal, up to the ridge.
+
+        S is the sign of an edge. T is computed for all stacks at once.
+        """
         self._compute_gram()
         squares = self._gram.diagonal(dim1=1, dim2=2)
         norms = squares.flatten()
@@ -369,7 +350,9 @@ class Directions:
             self._compute_gram()
             norms = squares.flatten().add_(self._absent)
         squares.copy_(norms.view_as(squares))  # 1 for padding
-        transforms = orthonormalizing(self._gram, self._sign_matrices)
+        squares.mul_(1 + _RIDGE)
+        factor = torch.linalg.cholesky_ex(self._gram).L
+        transforms = torch.linalg.solve_triangular(factor, self._sign_matrices, upper=False)
         of_stacks = transforms.split([len(gram) for gram in self._grams])
         for transform, frame, result in zip(
             of_stacks, self._wide.frames, self._orthonormal.frames, strict=True
@@ -441,15 +424,3 @@ def matrix_sides(
     p, q = (MatrixSide(edges, rank, stacks, side) for side in (0, 1))
     p.other, q.other = q, p
     return p, q
-
-
-def orthonormalizing(gram: Tensor, signs: Tensor) -> Tensor:
-    """T = L⁻¹ S for G = p pᵀ = L Lᵀ: the rows of T p are orthonormal, up to the ridge.
-
-    Args:
-        gram: G [batch, rank, rank] in double precision, to which the ridge is added in place.
-        signs: S [batch, rank, rank], ±1 times the identity, the sign of an edge.
-    """
-    gram.diagonal(dim1=1, dim2=2).mul_(1 + _RIDGE)
-    factor = torch.linalg.cholesky_ex(gram).L
-    return torch.linalg.solve_triangular(factor, signs, upper=False)

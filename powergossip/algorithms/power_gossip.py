@@ -21,7 +21,6 @@ from powergossip.algorithms.plain import PlainGossip
 from powergossip.algorithms.sharded_directions import sharded_sides
 from powergossip.network import Conversation, Message, Network, ToAll
 from powergossip.parameters import Layout
-from powergossip.tensor_cache import TensorCache
 
 
 class PowerGossip:
@@ -133,8 +132,6 @@ class PowerGossip:
             for span, gossip_rate in ((matrices, diffusion_rate), (vectors, 1.0))
             if span.stop > span.start
         ]
-        self._rests = TensorCache[Tensor]()
-        self._spans = TensorCache[list[Tensor]]()
         for t, p in enumerate(self.directions):
             p.draw(self._counter(t))
 
@@ -175,14 +172,14 @@ class PowerGossip:
                 p.draw(self._counter(t))
             messages.append(p.project(x, self._counter(t), self._round_weights))
         if self._plain and iteration == 0:
-            messages.append(ToAll(self._rest(x)))
+            messages.append(ToAll(x[:, self.compressed :]))
         return tuple(messages)
 
     def update(self, out: Tensor, received: Sequence[Tensor], rest: Tensor | None) -> None:
         """out ← out + the exchanges of an iteration. rest: that of `messages`, or None."""
         t = self._t
         if rest is not None:
-            self._gossip(rest, received[-1], self._rest(out))
+            self._gossip(rest, received[-1], out[:, self.compressed :])
         if self._stacks:
             d = self.directions[t].update(out, received[0])
             self.directions[t] = d  # p ← d, the warm start. Otherwise p is drawn again
@@ -190,22 +187,12 @@ class PowerGossip:
 
     def _gossip(self, rest: Tensor, received: Tensor, out: Tensor) -> None:
         """Plain gossip on elements that are not compressed, in place if out is rest."""
-        parts = (self._parts(tensor) for tensor in (rest, received, out))
-        for (_, gossip), own, theirs, result in zip(self._plain, *parts, strict=True):
-            if out is rest:
+        for span, gossip in self._plain:
+            own, theirs, result = rest[..., span], received[..., span], out[..., span]
+            if result.data_ptr() == own.data_ptr():
                 gossip.mix(own, theirs)
             else:
                 gossip.add_increment(own, theirs, result)
-
-    def _rest(self, x: Tensor) -> Tensor:
-        """The elements that are not compressed [worker, element]."""
-        return self._rests.get(x, lambda x: x[:, self.compressed :])
-
-    def _parts(self, rest: Tensor) -> list[Tensor]:
-        """Those of matrices and of vectors."""
-        if len(self._plain) == 1:
-            return [rest]
-        return self._spans.get(rest, lambda rest: [rest[..., span] for span, _ in self._plain])
 
     def _counter(self, t: int) -> int:
         """The counter of random draws, different for every round and iteration."""
@@ -230,8 +217,14 @@ class PowerGossip:
         """Restore the state returned by `state_dict()`."""
         for t, directions in enumerate(state["matrices"]["directions"]):
             iterations = state["matrices"]["iterations"][t]
+            expected = (*self._edges[t].key.shape, self.lengths[iterations % 2])
             if directions.shape[-1] == max(self.lengths):
-                directions = directions[..., : self.lengths[iterations % 2]]
+                directions = directions[..., : expected[-1]]
+            if directions.shape != expected:
+                raise ValueError(
+                    f"directions of shape {tuple(directions.shape)} do not fit; this run's are "
+                    f"{expected}"
+                )
             self.resume(iterations, t).unpack(directions)
 
     def resume(self, iterations: int, t: int = 0, keys: Tensor | None = None) -> Side:
