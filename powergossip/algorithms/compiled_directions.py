@@ -31,10 +31,6 @@ class _Edges(ctypes.Structure):
     )
 
 
-# Kind of power_gossip.c, by (round_weights, resample).
-_KINDS = {(False, False): 0, (True, False): 1, (False, True): 2, (True, True): 3}
-
-
 def compiled_sides(
     library: kernels.Kernels, edges: EdgeConstants, rank: int, stacks: Sequence[Stack]
 ) -> tuple["CompiledSide", "CompiledSide"]:
@@ -68,8 +64,8 @@ class CompiledSide:
 
     Attributes:
         directions: Directions of this side [worker, neighbor, M], in the order of a message, 0
-            where there is no neighbor. Their memory is that of this end's products with directions
-            of the other side, which become the directions when those of the neighbor arrive.
+            where there is no neighbor. The other side, while it is p, has its products s here, and
+            then d = s_received − s.
     """
 
     other: "CompiledSide"
@@ -83,6 +79,7 @@ class CompiledSide:
         memory: Tensor,
     ):
         self.directions = torch.zeros(*shape, dtype=torch.float32)
+        self.flat = self.directions.view(-1)
         self._message = ToEach(self.directions, memory=memory)
         self._structure = edges
         self._edges, self._side = ctypes.addressof(edges), side
@@ -93,32 +90,31 @@ class CompiledSide:
     def draw(self, counter: int) -> None:
         self._draw(self._edges, self._side, kernels.address(self.directions), counter)
 
-    def project(self, x: Tensor, counter: int, round_weights: bool, resample: bool) -> ToEach:
+    def project(self, x: Tensor, counter: int, round_weights: bool) -> ToEach:
         assert x.dtype == torch.float32
         assert x.stride(1) == 1
         message = self.other._message
         self._project(
             *(self._edges, x.data_ptr(), x.stride(0), self._side, self.directions.data_ptr()),
-            *(message.tensor.data_ptr(), counter, _KINDS[round_weights, resample]),
+            *(message.tensor.data_ptr(), counter, round_weights),
             torch.get_num_threads(),
         )
         return message
 
-    def update(self, x: Tensor, received: Tensor | None) -> None:
+    def update(self, x: Tensor, received: Tensor | None) -> "CompiledSide":
         self._update(
             *(self._edges, x.data_ptr(), x.stride(0), self._side, self.directions.data_ptr()),
             self.other.directions.data_ptr(),
             None if received is None else kernels.address(received),
             torch.get_num_threads(),
         )
+        return self.other
+
+    def recall(self, message: Tensor) -> None:
+        self.other.directions.copy_(message)
 
     def packed(self) -> Tensor:
         return self.directions.clone()
 
     def unpack(self, message: Tensor) -> None:
-        if message.shape != self.directions.shape:
-            raise ValueError(
-                f"directions of shape {tuple(message.shape)} do not fit; "
-                f"this run's are {tuple(self.directions.shape)}"
-            )
         self.directions.copy_(message)

@@ -5,7 +5,7 @@ for the compressor. See compiled.py.
 """
 
 from collections.abc import Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -47,6 +47,11 @@ class ChocoGossip:
         diffusion_rate: Diffusion rate γ.
         copy_rate: Copy rate α.
 
+    Attributes:
+        public: x̂_i [worker, D].
+        publics: x̂_j [worker, neighbor, D].
+        again: The same rule on another network, with the same codec.
+
     Raises:
         ValueError: Unless γ > 0 and 0 < α ≤ 1, or for a time-varying topology, where the copies of
             neighbors that are absent in some rounds would be outdated.
@@ -60,6 +65,9 @@ class ChocoGossip:
         copy_rate: float | BySize = 1.0,
     ):
         where: Any = {"dtype": network.dtype, "device": network.device}
+        self.again = partial(
+            ChocoGossip, codec=codec, diffusion_rate=diffusion_rate, copy_rate=copy_rate
+        )
         # Of each element [D], or None where all have the same.
         self._rate_of_elements: Tensor | None = None
         self._copy_rate: float | Tensor
@@ -75,20 +83,17 @@ class ChocoGossip:
             raise ValueError(
                 f"topology={network.topology.name}: use a static topology with CHOCO, such as ring"
             )
-        rates = (
-            column(network, "diffusion_rate", diffusion_rate, _AUTO.format("choco"))
-            * network.weights
-        )
-        self._rates, self._total = rates, rates.sum(1, keepdim=True)
+        rate = column(network, "diffusion_rate", diffusion_rate, _AUTO.format("choco"))
+        self._rates = rate * network.weights
+        self._total = self._rates.sum(1, keepdim=True)
         self._network, self.codec = network, codec
         # Whether x̂ = ŷ and all elements have one γ, as in the paper.
         self._published = copy_rate == 1 and self._rate_of_elements is None
         unbiased = getattr(codec.compressor, "unbiased", False)
         self.kind = Kind.UNBIASED_COPIES if unbiased else Kind.BIASED_COPIES
         self._senders, self._neighbors = network.row_workers, network.neighbors
-        self._public = torch.zeros(network.rows, codec.elements, **where)  # x̂_i
-        # x̂_j [worker, neighbor, D]
-        self._publics = torch.zeros(*network.neighbors.shape, codec.elements, **where)
+        self.public = torch.zeros(network.rows, codec.elements, **where)
+        self.publics = torch.zeros(*network.neighbors.shape, codec.elements, **where)
         self._flow: Tensor | None = None  # for the compiled loops, Σ_j γ w_ij (x̂_j − x̂_i)
         self._steps = 0
 
@@ -107,44 +112,57 @@ class ChocoGossip:
             x.add_(flow)
             return
         codec, t = self.codec, self._steps
-        message = codec.encode(x, t, minus=self._public)
+        message = codec.encode(x, t, minus=self.public)
         received = codec.incoming((yield ToAll(codec.outgoing(message))))
-        codec.add(message, self._senders, t, self._public)
-        codec.add(received, self._neighbors, t, self._publics)
-        x[:, None].baddbmm_(self._rates[:, None], self._publics)
-        x.addcmul_(self._total, self._public, value=-1)
+        codec.add(message, self._senders, t, self.public)
+        codec.add(received, self._neighbors, t, self.publics)
+        x[:, None].baddbmm_(self._rates[:, None], self.publics)
+        x.addcmul_(self._total, self.public, value=-1)
         self._steps += 1
 
     def increment(self, x: Tensor, out: Tensor) -> Conversation:
         """out_i ← Σ_j γ w_ij (ŷ_j − ŷ_i). Messages are in single precision, whatever that of x."""
-        codec, t, rate = self.codec, self._steps, self._copy_rate
-        message = codec.encode(x, t, minus=self._public)
+        codec, t = self.codec, self._steps
+        message = self.message(x, t)
         received = codec.incoming((yield ToAll(codec.outgoing(message))))
+        self.update(out, message, received, t)
+        self._flow = None
+        self._steps += 1
+
+    def message(self, x: Tensor, t: int) -> Tensor:
+        """q_i of step t."""
+        return self.codec.encode(x, t, minus=self.public)
+
+    def update(self, out: Tensor, message: Tensor, received: Tensor, t: int) -> None:
+        """out ← the increment of step t, and copies follow, by the messages q_i and q_j."""
+        codec, rate = self.codec, self._copy_rate
         if isinstance(rate, float | int) and rate == 1:
-            codec.add(message, self._senders, t, self._public)
-            codec.add(received, self._neighbors, t, self._publics)
-            copy, copies = self._public, self._publics
+            codec.add(message, self._senders, t, self.public)
+            codec.add(received, self._neighbors, t, self.publics)
+            copy, copies = self.public, self.publics
         else:
             own = codec.decode(message, self._senders, t)
             theirs = codec.decode(received, self._neighbors, t)
-            copy, copies = self._public + own, self._publics + theirs
+            copy, copies = self.public + own, self.publics + theirs
             # The product is rounded by itself, so that copies are the same to the bit at both ends.
-            self._public.add_(own.to(copy).mul_(rate))
-            self._publics.add_(theirs.to(copies).mul_(rate))
+            self.public.add_(own.to(copy).mul_(rate))
+            self.publics.add_(theirs.to(copies).mul_(rate))
+        self.flow(copy, copies, out)
+
+    def flow(self, copy: Tensor, copies: Tensor, out: Tensor) -> None:
+        """out_i ← Σ_j γ w_ij (x̂_j − x̂_i)"""
         out.zero_()
         for weight, copy_j in zip(self._rates.unbind(1), copies.unbind(1), strict=True):
             out.addcmul_(weight[:, None], copy_j - copy)
         if self._rate_of_elements is not None:
             out.mul_(self._rate_of_elements)
-        self._flow = None
-        self._steps += 1
 
     def _compiled_step(self, loops: compiled.Loops, x: Tensor) -> Conversation:
         """The same. Where all q have the same positions, the sum is updated there only."""
-        copies = self._public, self._publics
+        copies = self.public, self.publics
         if self._flow is None:
             self._flow = loops.flow(self._rates, *copies)
-        received = yield ToAll(loops.encode_difference(x, self._public, self._steps))
+        received = yield ToAll(loops.encode_difference(x, self.public, self._steps))
         loops.choco(x, self._rates, received, *copies, self._flow)
         self._steps += 1
 
@@ -152,20 +170,20 @@ class ChocoGossip:
         """The entries public, x̂_i [worker, D], and publics, x̂_j [worker, neighbor, D]."""
         return {
             "steps": self._steps,
-            "public": self.codec.layout.saved(self._public.clone()),
-            "publics": self.codec.layout.saved(self._publics.clone()),
+            "public": self.codec.layout.saved(self.public.clone()),
+            "publics": self.codec.layout.saved(self.publics.clone()),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._steps = state["steps"]
-        self.codec.layout.load(self._public, state["public"])
-        self.codec.layout.load(self._publics, state["publics"])
+        self.codec.layout.load(self.public, state["public"])
+        self.codec.layout.load(self.publics, state["publics"])
         self._flow = None
 
     def begin_at(self, point: Tensor) -> None:
         """x̂_j ← point [D] for all j. See `averaging.Copies`."""
-        self._public.copy_(point)
-        self._publics.copy_(point)
+        self.public.copy_(point)
+        self.publics.copy_(point)
         self._flow = None
 
 

@@ -27,7 +27,7 @@ NOISE = {torch.float32: 1e-6, torch.float64: 1e-14}
 
 
 class EdgeConstants:
-    """Constants of the edges of one round, all [worker, neighbor].
+    """Constants of the edges of one round, all [worker, neighbor]. Both sides refer to them.
 
     Attributes:
         weight: γ w_ij.
@@ -53,28 +53,37 @@ class EdgeConstants:
 
 
 class Side(Protocol):
-    """The directions p of one side: as long as a column (side 0) or as a row (side 1) of X."""
+    """The directions p of one side: as long as a column (side 0) or as a row (side 1) of X.
+
+    Attributes:
+        flat: Memory of p: a message, for one worker with one neighbor.
+    """
+
+    flat: Tensor
 
     def draw(self, counter: int) -> None:
         """Sample p from the edges' random streams: the same at both ends."""
         ...
 
-    def project(self, x: Tensor, counter: int, round_weights: bool, resample: bool) -> ToEach:
+    def project(self, x: Tensor, counter: int, round_weights: bool) -> ToEach:
         """p ← orthonormalize(p) and s = Xᵀ p: the message of an iteration.
 
         Args:
             x: Parameters [worker, D].
             counter: Index of the random draws.
             round_weights: Whether signs take the place of orthonormal directions.
-            resample: Whether the directions are random at first.
         """
         ...
 
-    def update(self, x: Tensor, received: Tensor | None) -> None:
-        """d = s_received − s and X ← X + γ w p dᵀ. The directions of the other side become d.
+    def update(self, x: Tensor, received: Tensor | None) -> "Side":
+        """d = s_received − s and X ← X + γ w p dᵀ. Returns d, in the memory of the other side.
 
         Without `received`, d is that of the last call.
         """
+        ...
+
+    def recall(self, message: Tensor) -> None:
+        """s ← the message of an earlier `project` with the same p."""
         ...
 
     def packed(self) -> Tensor:
@@ -82,11 +91,7 @@ class Side(Protocol):
         ...
 
     def unpack(self, message: Tensor) -> None:
-        """Set p from the form of a message [worker, neighbor, M].
-
-        Raises:
-            ValueError: For another shape.
-        """
+        """Set p from the form of a message [worker, neighbor, M]."""
         ...
 
 
@@ -215,11 +220,6 @@ class Directions:
 
     def unpack(self, message: Tensor) -> None:
         """Set the directions from the form of a message [worker, neighbor, M]."""
-        expected = (*self._message.shape[:2], self._whole_size)
-        if message.shape != expected:
-            raise ValueError(
-                f"directions of shape {tuple(message.shape)} do not fit; this run's are {expected}"
-            )
         whole = self._views_of(message, self._whole)
         for stack, (view, directions) in enumerate(zip(whole, self.views, strict=True)):
             directions.copy_(self._own(stack, view))
@@ -231,7 +231,8 @@ class Directions:
         views, start = [], 0
         for layers, length in self._layers_and_lengths if stacks is None else stacks:
             size = layers * self._rank * length
-            piece = message[:, :, start : start + size].unflatten(2, (layers, self._rank, length))
+            piece = message[:, :, start : start + size]
+            piece = piece.view(*message.shape[:2], layers, self._rank, length)
             views.append(piece[0].transpose(0, 1) if message.shape[0] == 1 else piece[:, :, 0])
             start += size
         return views
@@ -301,22 +302,9 @@ class Directions:
         if self.branches and norms.all():
             return False
         collapsed = self._masks(norms == 0)
-        if not self.branches:  # all are drawn, in few kernels
-            drawn = self._views_of(self._drawn(counter), self._whole)
-            for stack, (view, which) in enumerate(zip(self.views, collapsed, strict=True)):
-                torch.where(which, self._own(stack, drawn[stack]), view, out=view)
-            return True
-        # For each direction, its index in the message: there begins its part of the edge's stream.
-        index = torch.arange(self._whole_size, device=norms.device)
-        starts = self._views_of(index.expand(*self._edges.key.shape, -1), self._whole)
-        places = zip(starts, collapsed, self._signs.views, strict=True)
-        for stack, (start, mask, sign) in enumerate(places):
-            if mask.any():
-                which, key = mask[..., 0], self._edges.key[:, :, None].expand(sign.shape)
-                length = start.shape[-1:]
-                random = randomness.normal(key[which], counter, length, start[which][..., 0])
-                own = self._own(stack, random.to(self.flat))
-                self.views[stack][which] = own * sign[which][:, None]
+        drawn = self._views_of(self._drawn(counter), self._whole)
+        for stack, (view, which) in enumerate(zip(self.views, collapsed, strict=True)):
+            torch.where(which, self._own(stack, drawn[stack]), view, out=view)
         return True
 
     # --- Orthonormal directions ---
@@ -351,7 +339,10 @@ class Directions:
             stack.mul_(scale[..., None])
 
     def _orthonormalize(self, counter: int) -> None:
-        """p ← T p with T of `orthonormalizing`, which is computed for all stacks at once."""
+        """p ← T p with T = L⁻¹ S and G = p pᵀ = L Lᵀ: orthonormal, up to the ridge.
+
+        S is the sign of an edge. T is computed for all stacks at once.
+        """
         self._compute_gram()
         squares = self._gram.diagonal(dim1=1, dim2=2)
         norms = squares.flatten()
@@ -359,7 +350,9 @@ class Directions:
             self._compute_gram()
             norms = squares.flatten().add_(self._absent)
         squares.copy_(norms.view_as(squares))  # 1 for padding
-        transforms = orthonormalizing(self._gram, self._sign_matrices)
+        squares.mul_(1 + _RIDGE)
+        factor = torch.linalg.cholesky_ex(self._gram).L
+        transforms = torch.linalg.solve_triangular(factor, self._sign_matrices, upper=False)
         of_stacks = transforms.split([len(gram) for gram in self._grams])
         for transform, frame, result in zip(
             of_stacks, self._wide.frames, self._orthonormal.frames, strict=True
@@ -391,9 +384,7 @@ class MatrixSide(Directions):
         self._matrices, self._side = stacks, side
         self._matrix_views = TensorCache[list[Tensor]]()
 
-    def project(self, x: Tensor, counter: int, round_weights: bool, resample: bool) -> ToEach:
-        if resample:
-            self.draw(counter)
+    def project(self, x: Tensor, counter: int, round_weights: bool) -> ToEach:
         if round_weights:
             self.round(counter)
         else:
@@ -403,13 +394,20 @@ class MatrixSide(Directions):
             torch.bmm(p_T, X, out=s_T)
         return self.other.message()
 
-    def update(self, x: Tensor, received: Tensor | None) -> None:
+    def update(self, x: Tensor, received: Tensor | None) -> "MatrixSide":
         d = self.other
         if received is not None:
             d.take_differences(received)
         weighted = self.weighted().stacks
         for weighted_p_T, d_T, X in zip(weighted, d.stacks, self._matrices_of(x), strict=True):
             X.baddbmm_(weighted_p_T.mT, d_T)
+        return d
+
+    def recall(self, message: Tensor) -> None:
+        s = self.other
+        s._message.copy_(message)
+        for own, view in zip(s.own.views, s._message_views, strict=True):
+            own.copy_(view)
 
     def _matrices_of(self, x: Tensor) -> list[Tensor]:
         return self._matrix_views.get(x, self._make_views)
@@ -426,15 +424,3 @@ def matrix_sides(
     p, q = (MatrixSide(edges, rank, stacks, side) for side in (0, 1))
     p.other, q.other = q, p
     return p, q
-
-
-def orthonormalizing(gram: Tensor, signs: Tensor) -> Tensor:
-    """T = L⁻¹ S for G = p pᵀ = L Lᵀ: the rows of T p are orthonormal, up to the ridge.
-
-    Args:
-        gram: G [batch, rank, rank] in double precision, to which the ridge is added in place.
-        signs: S [batch, rank, rank], ±1 times the identity, the sign of an edge.
-    """
-    gram.diagonal(dim1=1, dim2=2).mul_(1 + _RIDGE)
-    factor = torch.linalg.cholesky_ex(gram).L
-    return torch.linalg.solve_triangular(factor, signs, upper=False)

@@ -54,7 +54,11 @@ class PlainGossip(Stateless):
     def add_increment(self, x: Tensor, received: Rows | Tensor, out: Tensor) -> None:
         """out_i ← out_i + Σ_j γ w_ij (x_j − x_i), with x_j received [worker, neighbor, D]."""
         t = self._network.round % len(self._network.rounds)
-        for here, neighbors in _rows(received).by_blocks():
+        whole = slice(0, x.shape[1])
+        blocks = (
+            received.by_blocks() if isinstance(received, Rows) else [(whole, received.unbind(1))]
+        )
+        for here, neighbors in blocks:
             for weight, x_j in zip(self._weights[t], neighbors, strict=True):
                 out[:, here].addcmul_(weight, x_j - x[:, here])
 

@@ -6,7 +6,7 @@ update of X are those of a `Side`: `MatrixSide` of directions.py, or on a CPU wi
 power_gossip_reference.py.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,6 @@ from powergossip.algorithms.plain import PlainGossip
 from powergossip.algorithms.sharded_directions import sharded_sides
 from powergossip.network import Conversation, Message, Network, ToAll
 from powergossip.parameters import Layout
-from powergossip.tensor_cache import TensorCache
 
 
 class PowerGossip:
@@ -64,6 +63,11 @@ class PowerGossip:
         round_weights: Round directions to their signs, at rank 1.
         seed: Seed of random directions.
 
+    Attributes:
+        directions: The present or next p, for each round of the topology.
+        lengths: The elements of p for a neighbor, on both sides.
+        rounds: Number of iterations in a step.
+
     Raises:
         ValueError: For a rank or number of iterations below 1, γ that is not positive,
             round_weights with a rank other than 1, or a mixing matrix that is not symmetric.
@@ -96,41 +100,40 @@ class PowerGossip:
                 f"such as ring (both ends of an edge must have the same weight)"
             )
         self._network = network
-        self._num_iterations = num_iterations
         self._warm_start = warm_start
         self._round_weights = round_weights
 
-        self._stacks = layout.compressible(rank)
+        self.seed, self._stacks = seed, layout.compressible(rank)
+        self.rounds = num_iterations if self._stacks else 1
         whole = layout.whole.compressible(rank)
-        self._lengths = (  # of the directions of both sides
+        self.lengths = (
             rank * sum(stack.layers * stack.rows for stack in whole),
             rank * sum(stack.layers * stack.columns for stack in whole),
         )
         library, shards = kernels.load(network), layout.shards
         self._sides: list[tuple[Side, Side]] = []  # of each round
-        for slots in network.rounds:
-            edges = EdgeConstants(network, slots, rate, seed)
+        self._edges = [EdgeConstants(network, slots, rate, seed) for slots in network.rounds]
+        for edges in self._edges:
             if shards is not None:
                 self._sides.append(sharded_sides(edges, rank, self._stacks, whole, shards))
             elif library is not None:
                 self._sides.append(compiled_sides(library, edges, rank, self._stacks))
             else:
                 self._sides.append(matrix_sides(edges, rank, self._stacks))
+        self.directions = [sides[0] for sides in self._sides]
         self._iterations = [0] * len(network.rounds)  # by round, since the start
 
         # Spans of the elements that are not compressed, which lie behind the compressed ones.
-        self._compressed = self._stacks[-1].stop if self._stacks else 0
-        matrices = slice(0, layout.matrices_size - self._compressed)
-        vectors = slice(matrices.stop, layout.size - self._compressed)
+        self.compressed = self._stacks[-1].stop if self._stacks else 0
+        matrices = slice(0, layout.matrices_size - self.compressed)
+        vectors = slice(matrices.stop, layout.size - self.compressed)
         self._plain = [
             (span, PlainGossip(network, gossip_rate))
             for span, gossip_rate in ((matrices, diffusion_rate), (vectors, 1.0))
             if span.stop > span.start
         ]
-        self._rests = TensorCache[Tensor]()
-        self._spans = TensorCache[list[Tensor]]()
-        for t, sides in enumerate(self._sides):
-            sides[0].draw(self._counter(t))
+        for t, p in enumerate(self.directions):
+            p.draw(self._counter(t))
 
     def step(self, x: Tensor) -> Conversation:
         """num_iterations iterations on the compressed matrices, plain gossip on the rest."""
@@ -139,7 +142,7 @@ class PowerGossip:
     def increment(self, x: Tensor, out: Tensor) -> Conversation:
         """out ← the sum of the exchanges of a step, which leaves x as it is."""
         # An iteration sees those before it.
-        x = x.clone() if self._num_iterations > 1 else x
+        x = x.clone() if self.rounds > 1 else x
         yield from self._iterate(x, out.zero_())
 
     def _iterate(self, x: Tensor, out: Tensor) -> Conversation:
@@ -147,44 +150,49 @@ class PowerGossip:
 
         Unless out is x, the compressed matrices of x take part in all but the last exchange.
         """
-        t = self._network.round % len(self._sides)
-        for iteration in range(self._num_iterations if self._stacks else min(1, len(self._plain))):
-            messages: list[Message] = []
-            if self._stacks:
-                # Side 0: p are rows long, s and d columns. Side 1: the other way round.
-                p = self._sides[t][self._iterations[t] % 2]
-                random = self._round_weights, not self._warm_start
-                messages.append(p.project(x, self._counter(t), *random))
-            rest = self._rest(x) if iteration == 0 and self._plain else None
-            if rest is not None:
-                messages.append(ToAll(rest))
-            received = yield tuple(messages)
-            if rest is not None:
-                self._gossip(rest, received[-1], rest if out is x else self._rest(out))
-            if self._stacks:
-                p.update(out, received[0])
-                if out is not x and iteration < self._num_iterations - 1:
-                    p.update(x, None)
-                self._iterations[t] += 1
+        for iteration in range(self.rounds if self._stacks or self._plain else 0):
+            p, messages = self.directions[self._t], self.messages(x, iteration)
+            received = yield messages
+            last = messages[-1]
+            self.update(out, received, last.tensor if isinstance(last, ToAll) else None)
+            if out is not x and iteration < self.rounds - 1:
+                p.update(x, None)
+
+    @property
+    def _t(self) -> int:
+        """The round of the topology."""
+        return self._network.round % len(self._sides)
+
+    def messages(self, x: Tensor, iteration: int) -> tuple[Message, ...]:
+        """s = Xᵀ p, and in the first iteration of a step the elements that are not compressed."""
+        t, messages = self._t, list[Message]()
+        if self._stacks:
+            p = self.directions[t]
+            if not self._warm_start:
+                p.draw(self._counter(t))
+            messages.append(p.project(x, self._counter(t), self._round_weights))
+        if self._plain and iteration == 0:
+            messages.append(ToAll(x[:, self.compressed :]))
+        return tuple(messages)
+
+    def update(self, out: Tensor, received: Sequence[Tensor], rest: Tensor | None) -> None:
+        """out ← out + the exchanges of an iteration. rest: that of `messages`, or None."""
+        t = self._t
+        if rest is not None:
+            self._gossip(rest, received[-1], out[:, self.compressed :])
+        if self._stacks:
+            d = self.directions[t].update(out, received[0])
+            self.directions[t] = d  # p ← d, the warm start. Otherwise p is drawn again
+            self._iterations[t] += 1
 
     def _gossip(self, rest: Tensor, received: Tensor, out: Tensor) -> None:
         """Plain gossip on elements that are not compressed, in place if out is rest."""
-        parts = (self._parts(tensor) for tensor in (rest, received, out))
-        for (_, gossip), own, theirs, result in zip(self._plain, *parts, strict=True):
-            if out is rest:
+        for span, gossip in self._plain:
+            own, theirs, result = rest[..., span], received[..., span], out[..., span]
+            if result.data_ptr() == own.data_ptr():
                 gossip.mix(own, theirs)
             else:
                 gossip.add_increment(own, theirs, result)
-
-    def _rest(self, x: Tensor) -> Tensor:
-        """The elements that are not compressed [worker, element]."""
-        return self._rests.get(x, lambda x: x[:, self._compressed :])
-
-    def _parts(self, rest: Tensor) -> list[Tensor]:
-        """Those of matrices and of vectors."""
-        if len(self._plain) == 1:
-            return [rest]
-        return self._spans.get(rest, lambda rest: [rest[..., span] for span, _ in self._plain])
 
     def _counter(self, t: int) -> int:
         """The counter of random draws, different for every round and iteration."""
@@ -200,24 +208,37 @@ class PowerGossip:
         return {
             "matrices": {
                 "iterations": list(self._iterations),
-                "directions": [
-                    self._padded(self._sides[t][iterations % 2].packed())
-                    for t, iterations in enumerate(self._iterations)
-                ],
+                "directions": [self._padded(p.packed()) for p in self.directions],
             },
             "rest": {},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state returned by `state_dict()`."""
-        matrices = state["matrices"]
-        self._iterations = list(matrices["iterations"])
-        for t, directions in enumerate(matrices["directions"]):
-            side = self._iterations[t] % 2
-            if directions.shape[-1] == max(self._lengths):
-                directions = directions[..., : self._lengths[side]]
-            self._sides[t][side].unpack(directions)
+        for t, directions in enumerate(state["matrices"]["directions"]):
+            iterations = state["matrices"]["iterations"][t]
+            expected = (*self._edges[t].key.shape, self.lengths[iterations % 2])
+            if directions.shape[-1] == max(self.lengths):
+                directions = directions[..., : expected[-1]]
+            if directions.shape != expected:
+                raise ValueError(
+                    f"directions of shape {tuple(directions.shape)} do not fit; this run's are "
+                    f"{expected}"
+                )
+            self.resume(iterations, t).unpack(directions)
+
+    def resume(self, iterations: int, t: int = 0, keys: Tensor | None = None) -> Side:
+        """Go to an iteration of round t of the topology. Returns p, which the caller sets.
+
+        Args:
+            keys: Keys [worker, neighbor] of the random streams, of other edges than before.
+        """
+        if keys is not None:
+            self._edges[t].key.copy_(keys)
+        self._iterations[t] = iterations
+        p = self.directions[t] = self._sides[t][iterations % 2]
+        return p
 
     def _padded(self, directions: Tensor) -> Tensor:
-        missing = max(self._lengths) - directions.shape[-1]
+        missing = max(self.lengths) - directions.shape[-1]
         return torch.nn.functional.pad(directions, (0, missing))

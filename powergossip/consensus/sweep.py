@@ -388,7 +388,7 @@ class BatchByEdges:
         c, self._sweep, self._name = sweep.config, sweep, name
         method = ALGORITHMS[name].method({**settings[0], **sweep.options(sweep.layout)})
         options = method.resolved(sweep.topology, sweep.layout)
-        rule = averaging.make(method.averaging, sweep.layout, **options)
+        rule = averaging.make(method.averaging, sweep.layout, sweep.processes, **options)
         members, policy = Members(sweep.topology), Policy(c.gossip, c.max_delay or 0)
         network = Network(sweep.topology, sweep.processes, sweep.device)
 

@@ -15,31 +15,31 @@ be skipped: then its state stays as it is.
 Without delays, one exchange on every edge is one iteration of the rule of the same name in
 `powergossip.algorithms`, up to rounding.
 
-An end is not `increment` on a network of two workers. A checkpoint may lie between the two messages
-of an exchange, and the position of a generator cannot be saved. The weight differs from exchange to
-exchange, and `increment` has five times the memory for each edge.
+An end is the rule of `powergossip.algorithms` on a network of one worker with one neighbor. Its two
+messages are methods, not a generator, since a checkpoint may lie between them.
 
-To add a rule, write its class and its row in `EXCHANGES`.
+To add a rule, write its end and its row in `EXCHANGES`.
 
-Axes: layer (matrices of one shape), rank, row, column; D parameters of a worker.
+Axes: D parameters of a worker, M elements of the directions on one side.
 Symbols: i (this end), j (the other end), w (the weight w_ij of this exchange), γ (diffusion rate).
 """
 
 from collections.abc import Mapping
-from math import sqrt
+from functools import cache
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from powergossip import checks, compressors, randomness
-from powergossip import options as _options
-from powergossip.algorithms import rates
-from powergossip.algorithms.averaging import Kind
-from powergossip.algorithms.directions import NOISE, orthonormalizing
-from powergossip.algorithms.power_gossip import PowerGossip
-from powergossip.compressors import BySize, Codec
-from powergossip.parameters import Layout, Stack
+from powergossip import options, randomness, topologies
+from powergossip.algorithms import registry
+from powergossip.algorithms.averaging import Kind, Stateless
+from powergossip.algorithms.directions import Side
+from powergossip.network import Network, Processes, Slots
+from powergossip.network.device_channel import Connection
+from powergossip.parameters import Layout
+from powergossip.topologies import Topology
 
 
 class End(Protocol):
@@ -62,54 +62,72 @@ class End(Protocol):
         ...
 
 
-class Exchanges(Protocol):
+class Exchanges:
     """An averaging rule in edge form.
 
     Attributes:
         rounds: Number of exchanges on each edge in a step of the synchronous rule.
         kind: That of all of them: both ends compute u_ij = −u_ji.
+        dual_rate: Default of exact diffusion's dual rate.
+        given: Options.
+        common: What several ends share, by keys of their own.
+
+    Raises:
+        ValueError: For unknown names and options, bad values.
     """
 
-    rounds: int
-    kind: Kind
+    kind = Kind.ANTISYMMETRIC
+
+    def __init__(self, name: str, layout: Layout, processes: Processes | None, given: Any):
+        self._end = options.find(EXCHANGES, "algorithm", name)
+        self._name, self.layout = name, layout
+        self.given = {"diffusion_rate": 1.0, **given}
+        self._processes = processes or Processes()
+        self.common: dict[Any, Any] = {}
+        gossip = self.on(OneEdge(0, 1, torch.zeros(0), Processes()))  # raises ValueError
+        self.rounds: int = getattr(gossip, "rounds", 1)
+        self.dual_rate: float = getattr(gossip, "dual_rate", 1.0)
+
+    def on(self, network: Network) -> Any:
+        """The rule of `powergossip.algorithms` on a network."""
+        return registry.make(self._name, network, self.layout, **self.given)
 
     def end(self, i: int, j: int, like: Tensor, incarnation: int | None = None) -> End:
         """The end at worker i of its edge with j, in the state at the start.
 
         Args:
-            like: A tensor of the dtype and device of x.
+            like: A tensor of the dtype and device of x, which are those of all ends.
             incarnation: None for an edge of the start. An edge that begins later counts the
                 replacements of its workers.
         """
-        ...
+        made: End = self._end(self, OneEdge(i, j, like, self._processes), incarnation)
+        return made
 
 
-class PlainExchanges:
-    """x_i ← x_i + γ w (s_j − s_i), s_i = x_i.
+class OneEdge(Network):
+    """The network of worker i with one neighbor j of weight 1. No message passes through it."""
 
-    A part has D elements.
-
-    Raises:
-        BadValue: Unless γ > 0.
-
-    References:
-        Xiao & Boyd (2004), doi:10.1016/j.sysconle.2004.02.022.
-    """
-
-    rounds, kind = 1, Kind.ANTISYMMETRIC
-
-    def __init__(self, layout: Layout, *, diffusion_rate: float = 1.0):
-        del layout  # a parameter of all rules
-        checks.positive("diffusion_rate", diffusion_rate)
-        self._rate = diffusion_rate
-
-    def end(self, i: int, j: int, like: Tensor, incarnation: int | None = None) -> End:
-        return _PlainEnd(self._rate)
+    def __init__(self, i: int, j: int, like: Tensor, processes: Processes):
+        self.i, self.j, self.like = i, j, like.new_empty(0)
+        self.connection, self.dtype = Connection(processes, like.device), like.dtype
+        self.topology, self.symmetric = _without_spectrum(), True
+        self.workers, self.copies, self.rows, self.round = range(i, i + 1), 1, 1, 0
+        neighbors = np.array([[j]])
+        weights = torch.ones(1, 1, dtype=like.dtype, device=like.device)
+        self.rounds = [Slots(torch.from_numpy(neighbors).to(like.device), weights, neighbors)]
 
 
-class _PlainEnd:
-    def __init__(self, rate: float):
-        self._rate = rate
+@cache
+def _without_spectrum() -> Topology:
+    """A topology on which no rate is too large."""
+    return topologies.make("fully-connected", 1)
+
+
+class PlainEnd(Stateless):
+    """x_i ← x_i + γ w (s_j − s_i), s_i = x_i. See algorithms.PlainGossip."""
+
+    def __init__(self, rule: Exchanges, network: OneEdge, incarnation: int | None):
+        self._rate = rule.given["diffusion_rate"]
 
     def part(self, x: Tensor, k: int) -> Tensor:
         return x.clone()
@@ -117,280 +135,125 @@ class _PlainEnd:
     def exchange(self, own: Tensor, received: Tensor, k: int, weight: float) -> Tensor:
         return (received - own).mul_(self._rate * weight)
 
-    def state_dict(self) -> dict[str, Any]:
-        return {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        assert not state
-
-
-class PowerExchanges:
-    """PowerGossip: power iteration on the difference of the matrices of both ends::
+class PowerEnd:
+    """An iteration of algorithms.PowerGossip, with directions of its own::
 
         p ← orthonormalize(p)                the same p at both ends
         s_i = X_iᵀ p                         the part (in every second exchange X_i p, sides swap)
         d = s_j − s_i
         X_i ← X_i + γ w p dᵀ,   p ← d        warm start, or else p is resampled
 
-    See algorithms.PowerGossip for the departures from the paper. Both ends take d and p from the
-    perspective of the worker with the lower index, so that they have the same bits. The directions
-    of a skipped exchange stay for the next one of the same side.
+    Both ends take d and p from the perspective of the worker with the lower index, so that they
+    have the same bits. The directions of a skipped exchange stay for the next one of the same side.
+    Every num_iterations-th part also has the elements that rank r does not compress.
 
-    Every num_iterations-th part also has the elements that rank r does not compress, for plain
-    gossip: matrices with the rate γ, vectors with 1.
-
-    Raises:
-        BadValue: For a rank or number of iterations below 1, or γ that is not positive.
-        ValueError: For round_weights with a rank other than 1.
-
-    References:
-        Vogels, Karimireddy & Jaggi (2020), arXiv:2008.01425, Algorithm 1.
+    All ends of a process compute with one PowerGossip, which resumes with their directions.
     """
 
-    dual_rate, kind = PowerGossip.dual_rate, Kind.ANTISYMMETRIC
-
-    def __init__(
-        self,
-        layout: Layout,
-        *,
-        diffusion_rate: float = 1.0,
-        rank: int = 1,
-        num_iterations: int = 1,
-        warm_start: bool = True,
-        round_weights: bool = False,
-        seed: int = 0,
-    ):
-        checks.positive("diffusion_rate", diffusion_rate)
-        checks.at_least_one("rank", rank)
-        checks.at_least_one("num_iterations", num_iterations)
-        if round_weights and rank != 1:
-            raise ValueError(f"rank={rank}: use rank=1 with round_weights=True")
-        self.rounds, self.rank, self.rate = num_iterations, rank, diffusion_rate
-        self.warm_start, self.round_weights, self.seed = warm_start, round_weights, seed
-        self.layout, self.stacks = layout, layout.compressible(rank)
-        self.compressed = self.stacks[-1].stop if self.stacks else 0
-        if not self.stacks:
-            self.rounds = 1
-        # [side][stack]: the shape of directions, as rows: [layer, rank, length]
-        self.shapes = [
-            [(stack.layers, rank, stack.rows) for stack in self.stacks],
-            [(stack.layers, rank, stack.columns) for stack in self.stacks],
-        ]
-        # Rates of the elements that are not compressed, which lie behind the compressed ones.
-        self.rest_rates = torch.ones(layout.size - self.compressed, dtype=torch.float64)
-        self.rest_rates[: layout.matrices_size - self.compressed] = diffusion_rate
-
-    def end(self, i: int, j: int, like: Tensor, incarnation: int | None = None) -> End:
+    def __init__(self, rule: Exchanges, network: OneEdge, incarnation: int | None):
+        i, j = network.i, network.j
+        if "power" not in rule.common:
+            gossip = rule.on(OneEdge(0, 1, network.like, network.processes))
+            most = max(gossip.lengths) + rule.layout.size - gossip.compressed
+            rule.common["power"] = gossip, network.like.new_zeros(2, 1, 1, most)
+        # The parts are read in the same memory each time.
+        self._gossip, self._parts = rule.common["power"]
+        self._size, self._sign = rule.layout.size, 1 if i < j else -1
         ids = (min(i, j), max(i, j), *([] if incarnation is None else [incarnation]))
-        key = randomness.keys(self.seed, "power-gossip", [ids]).to(like.device)
-        return _PowerEnd(self, key, 1 if i < j else -1, like)
-
-    def matrices(self, x: Tensor, stack: Stack, side: int) -> Tensor:
-        """A view of the matrices of a stack in x [D], [layer, row, column], or transposed."""
-        view = x[stack.start : stack.stop].view(stack.layers, stack.rows, stack.columns)
-        return view.mT if side else view
-
-
-class _PowerEnd:
-    """`sign`: +1 at the worker with the lower index, −1 at the other."""
-
-    def __init__(self, rule: PowerExchanges, key: Tensor, sign: int, like: Tensor):
-        self._rule, self._key, self._sign = rule, key, sign
-        self._p = [  # [side][stack]; 0 is resampled
-            [torch.zeros(shape, dtype=like.dtype, device=like.device) for shape in shapes]
-            for shapes in rule.shapes
-        ]
-        self._rest_rates = rule.rest_rates.to(like)
+        self._key = randomness.keys(self._gossip.seed, "power-gossip", [ids]).to(network.device)
+        # [side]: p or, before an exchange, the next p. 0 is resampled.
+        self._p = [network.like.new_zeros(length) for length in self._gossip.lengths]
 
     def part(self, x: Tensor, k: int) -> Tensor:
-        rule, side = self._rule, k % 2
-        products = []
-        for index, stack in enumerate(rule.stacks):
-            p_T = self._p[side][index] = self._prepared(side, index, k)
-            products.append((p_T @ rule.matrices(x, stack, side)).flatten())
-        if k % rule.rounds == 0:
-            products.append(x[rule.compressed :])
-        return torch.cat(products)
+        p = self._resumed(k)
+        messages = self._gossip.messages(x[None], k % self._gossip.rounds)
+        self._p[k % 2].copy_(p.flat)
+        return torch.cat([message.tensor.flatten() for message in messages])
 
     def exchange(self, own: Tensor, received: Tensor, k: int, weight: float) -> Tensor:
-        rule, side, start = self._rule, k % 2, 0
-        u = own.new_zeros(rule.layout.size)
-        low, high = (own, received) if self._sign > 0 else (received, own)
-        for index, (stack, shape) in enumerate(
-            zip(rule.stacks, rule.shapes[1 - side], strict=True)
-        ):
-            stop = start + shape[0] * shape[1] * shape[2]
-            s_low, s_high = low[start:stop].view(shape), high[start:stop].view(shape)
-            d_T = _difference(s_low, s_high)
-            p_T = self._p[side][index]
-            product = torch.matmul((p_T * (rule.rate * weight)).mT, d_T)
-            rule.matrices(u, stack, side).copy_(product)
-            if rule.warm_start:
-                self._p[1 - side][index] = d_T
-            start = stop
-        if k % rule.rounds == 0:
-            rest = (high[start:] - low[start:]).mul_(self._rest_rates).mul_(weight)
-            u[rule.compressed :] = rest
-        return u if self._sign > 0 else u.neg_()
+        size, stop, p = self._gossip.lengths[1 - k % 2], len(own), self._resumed(k)
+        low, high = self._parts
+        for memory, part in zip((low, high)[:: self._sign], (own, received), strict=True):
+            memory[0, 0, :stop] = part
+        p.recall(low[..., :size])
+        u, rest = own.new_zeros(1, self._size), low[0, :, size:stop] if stop > size else None
+        self._gossip.update(u, [high[..., :size], high[..., size:stop]], rest)
+        self._p[1 - k % 2].copy_(self._gossip.directions[0].flat)
+        return u[0].mul_(self._sign * weight)
 
-    def _prepared(self, side: int, index: int, k: int) -> Tensor:
-        """p ← orthonormalize(p), after resampling directions of norm 0. [layer, rank, length]"""
-        rule = self._rule
-        p = self._p[side][index] if rule.warm_start else self._drawn(side, index, k)
-        norm = torch.linalg.vector_norm(p, dim=-1, keepdim=True)
-        if not norm.all():
-            p = torch.where(norm == 0, self._drawn(side, index, k), p)
-            norm = torch.linalg.vector_norm(p, dim=-1, keepdim=True)
-        if rule.round_weights:
-            size = 1 / sqrt(p.shape[-1])
-            return torch.where(p >= 0, size, -size).to(p.dtype)
-        if rule.rank == 1:
-            return p / norm
-        wide = p.double()
-        signs = torch.eye(rule.rank, dtype=wide.dtype, device=p.device).expand(len(p), -1, -1)
-        return (orthonormalizing(wide @ wide.mT, signs) @ wide).to(p.dtype)
-
-    def _drawn(self, side: int, index: int, k: int) -> Tensor:
-        """Random directions of a stack, from the stream of the edge at counter k."""
-        sizes = [layers * rank * length for layers, rank, length in self._rule.shapes[side]]
-        drawn = randomness.normal(self._key, k, (sizes[index],), sum(sizes[:index]))[0]
-        return drawn.view(self._rule.shapes[side][index]).to(self._p[side][index])
+    def _resumed(self, k: int) -> Side:
+        p: Side = self._gossip.resume(k, keys=self._key)
+        p.flat.copy_(self._p[k % 2])
+        return p
 
     def state_dict(self) -> dict[str, Any]:
-        """directions: [side][stack], [layer, rank, length] each."""
-        return {"directions": [list(of_side) for of_side in self._p]}
+        """directions: [side], tensors of M elements together."""
+        return {"directions": [[p] for p in self._p]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._p = [[p.to(self._rest_rates) for p in of_side] for of_side in state["directions"]]
+        for p, saved in zip(self._p, state["directions"], strict=True):
+            p.copy_(torch.cat([part.flatten() for part in saved] or [p]))
 
 
-def _difference(low: Tensor, high: Tensor) -> Tensor:
-    """high − low [layer, rank, length], or 0 for a direction in which these agree to rounding.
-
-    See Directions.take_differences. Maxima are exact, so that both ends decide alike.
-    """
-    d = high - low
-    size = torch.maximum(_largest(low), _largest(high))
-    return d.masked_fill_(_largest(d) <= NOISE[d.dtype] * size, 0)
-
-
-def _largest(rows: Tensor) -> Tensor:
-    """max |element| of the last axis, which is kept."""
-    return torch.linalg.vector_norm(rows, float("inf"), dim=-1, keepdim=True)
-
-
-class ChocoExchanges:
-    """CHOCO-Gossip with public copies x̂_i and x̂_j for each edge, at both of its ends::
-
-        q_i = C(x_i − x̂_i)                              the part
-        ŷ_i = x̂_i + q_i,   ŷ_j = x̂_j + q_j
-        x_i ← x_i + γ w (ŷ_j − ŷ_i)
-        x̂_i ← x̂_i + α q_i,   x̂_j ← x̂_j + α q_j
+class ChocoEnd:
+    """A step of algorithms.ChocoGossip, with public copies x̂_i and x̂_j of the edge.
 
     In the paper, all edges of a worker have one copy of it. Where exchanges are late or skipped,
-    edges differ. α is the copy rate, see algorithms.ChocoGossip. Messages are in single precision.
-    Copies start at 0. On an edge that begins later, the first part is x_i, uncompressed, and
-    becomes x̂_i.
-
-    Raises:
-        BadValue: Unless γ > 0 and 0 < α ≤ 1.
-        ValueError: For options of the compressor.
-
-    References:
-        Koloskova, Stich & Jaggi (2019), arXiv:1902.00340, Algorithm 1.
+    edges differ. Messages are in single precision. Copies start at 0. On an edge that begins later,
+    the first part is x_i, uncompressed, and becomes x̂_i.
     """
 
-    rounds, kind = 1, Kind.ANTISYMMETRIC
-
-    def __init__(
-        self,
-        layout: Layout,
-        *,
-        diffusion_rate: float | BySize = 1.0,
-        compressor: str = "sign-and-norm",
-        copy_rate: float | None = None,  # by default the compressor's
-        seed: int = 0,
-        **compressor_options: Any,
-    ):
-        self._compressor = compressors.make(compressor, **compressor_options)
-        rate = self._rate = diffusion_rate
-        by_default = rates.copy_rate(self._compressor)
-        copy = self._copy_rate = by_default if copy_rate is None else copy_rate
-        if not callable(rate):
-            checks.positive("diffusion_rate", rate)
-        if not callable(copy):
-            checks.check("copy_rate", f"{copy}", 0 < copy <= 1, "above 0, at most 1")
-        self._layout, self._seed = layout, seed
-        self.unbiased = getattr(self._compressor, "unbiased", False)
-        self._codecs: dict[int, Codec] = {}  # by sender
-
-    def end(self, i: int, j: int, like: Tensor, incarnation: int | None = None) -> End:
-        if i not in self._codecs:
-            self._codecs[i] = Codec(self._layout, self._compressor, [i], self._seed, like.device)
-        late = incarnation is not None
-        return _ChocoEnd(self._codecs[i], j, like, self._rate, self._copy_rate, late)
-
-
-class _ChocoEnd:
-    def __init__(
-        self,
-        codec: Codec,
-        j: int,
-        like: Tensor,
-        rate: float | BySize,
-        copy_rate: float | BySize,
-        late: bool,
-    ):
-        self._codec, self._late = codec, late
-        # Of each element [D], or one for all.
-        self._rate = codec.by_size(rate).to(like) if callable(rate) else rate
-        self._copy_rate = codec.by_size(copy_rate).to(like) if callable(copy_rate) else copy_rate
-        self._i, self._j = codec.workers, torch.tensor([j], device=like.device)
-        self._own, self._other = torch.zeros(2, codec.elements).to(like).unbind(0)  # x̂_i, x̂_j
-        self._begun = False
+    def __init__(self, rule: Exchanges, network: OneEdge, incarnation: int | None):
+        if network.i not in rule.common:
+            rule.common[network.i] = rule.on(network).again
+        self._gossip = rule.common[network.i](network)
+        self._late, self._begun = incarnation is not None, False
 
     def part(self, x: Tensor, k: int) -> Tensor:
         if self._late and not self._begun:
             return x.float().clone().view(torch.uint8)
-        return self._codec.encode(x[None], k, minus=self._own[None])[0].clone()
+        message: Tensor = self._gossip.message(x[None], k)
+        return message[0].clone()
 
     def exchange(self, own: Tensor, received: Tensor, k: int, weight: float) -> Tensor:
+        gossip = self._gossip
+        u = torch.empty_like(gossip.public)
         if self._late and not self._begun:
-            self._own.copy_(own.view(torch.float32))
-            self._other.copy_(received.view(torch.float32))
+            gossip.public.copy_(own.view(torch.float32))
+            gossip.publics.copy_(received.view(torch.float32))
             self._begun = True
-            return (self._other - self._own).mul_(self._rate * weight)
-        q_i = self._codec.decode(own[None], self._i, k)[0].to(self._own)
-        y_i = self._own + q_i
-        self._own.add_(q_i.mul_(self._copy_rate))
-        q_j = self._codec.decode(received[None], self._j, k)[0].to(self._own)
-        y_j = self._other + q_j
-        self._other.add_(q_j.mul_(self._copy_rate))
-        return y_j.sub_(y_i).mul_(self._rate * weight)
+            gossip.flow(gossip.public, gossip.publics, u)
+        else:
+            gossip.update(u, own[None], received[None, None], k)
+        return u[0].mul_(weight)
 
     def state_dict(self) -> dict[str, Any]:
         """own: x̂_i, other: x̂_j, [D] each. begun: whether the uncompressed parts are applied."""
-        return {"own": self._own, "other": self._other, "begun": self._begun}
+        own, other = self._gossip.public[0], self._gossip.publics[0, 0]
+        return {"own": own, "other": other, "begun": self._begun}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._own.copy_(state["own"])
-        self._other.copy_(state["other"])
+        self._gossip.public.copy_(state["own"])
+        self._gossip.publics.copy_(state["other"])
         self._begun = state["begun"]
 
 
-# Names of `algorithms.AVERAGING` with an edge form. A row is called with the layout. Its other
-# parameters are options.
-EXCHANGES: dict[str, _options.Builder] = {
-    "dpsgd": PlainExchanges,
-    "power-gossip": PowerExchanges,
-    "choco": ChocoExchanges,
+# Names of `algorithms.AVERAGING` with an edge form.
+EXCHANGES: dict[str, options.Builder] = {
+    "dpsgd": PlainEnd,
+    "power-gossip": PowerEnd,
+    "choco": ChocoEnd,
 }
 
 
-def make(name: str, layout: Layout, **given: Any) -> Exchanges:
-    """Build the rule of that name. Raises ValueError for unknown names and options, bad values."""
-    row = _options.find(EXCHANGES, "algorithm", name)
-    known = _options.parameters(row, given, compressor=compressors.COMPRESSORS)
-    given = _options.check(name, given, known)
-    made: Exchanges = row(layout, **given)
-    return made
+def make(name: str, layout: Layout, processes: Processes | None = None, **given: Any) -> Exchanges:
+    """Build the rule of that name, with the options of `algorithms.make` and γ = 1 by default.
+
+    Args:
+        processes: The processes of the workers, by default this one alone.
+
+    Raises:
+        ValueError: For unknown names and options, bad values.
+    """
+    return Exchanges(name, layout, processes, given)

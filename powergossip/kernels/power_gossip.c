@@ -162,8 +162,6 @@ static void draw_normal(uint64_t key, i64 counter, i64 start, float sign, float 
 
 /* --- Orthonormal directions --- */
 
-typedef enum { ORTHONORMAL, SIGNS, RANDOM_ORTHONORMAL, RANDOM_SIGNS } Kind;
-
 /* G [rank, rank] = p pᵀ (lower triangle), after resampling directions of norm 0. */
 static void gram(float *p, i64 rank, i64 length, uint64_t key, i64 counter, i64 at, float sign,
                  double *G) {
@@ -295,8 +293,7 @@ typedef struct {
     i64 side, blocks;
     float *p, *s;
     const float *received;
-    i64 counter;
-    Kind kind;
+    i64 counter, rounded;
 } Arguments;
 
 /* Task = (worker, matrix, block): rows or columns first … last − 1 of a matrix. */
@@ -343,10 +340,8 @@ static void direct(const void *arguments, i64 index) {
         const uint64_t key = t.e->key[edge];
         const float sign = t.e->sign[edge];
         float *p = a->p + edge * t.p_size + t.p_at;
-        if (a->kind == RANDOM_ORTHONORMAL || a->kind == RANDOM_SIGNS)
-            draw_normal(key, a->counter, t.p_at, sign, p, rank * t.p_length);
         gram(p, rank, t.p_length, key, a->counter, t.p_at, sign, G);
-        if (a->kind == SIGNS || a->kind == RANDOM_SIGNS)
+        if (a->rounded)
             round_to_signs(p, t.p_length, sign);
         else if (rank == 1) {
             const double scale = sign / sqrt(G[0]);
@@ -572,7 +567,7 @@ static i64 useful_threads(const Edges *e, i64 threads) {
 
 /* Before the message: p ← orthonormalize(p), s = Xᵀ p. */
 void power_gossip_project(const Edges *e, const float *x, i64 stride, i64 side, float *p, float *s,
-                          i64 counter, i64 kind, i64 threads) {
+                          i64 counter, i64 rounded, i64 threads) {
     Arguments a = {.edges = e,
                    .x = (float *)x,
                    .stride = stride,
@@ -581,7 +576,7 @@ void power_gossip_project(const Edges *e, const float *x, i64 stride, i64 side, 
                    .p = p,
                    .s = s,
                    .counter = counter,
-                   .kind = (Kind)kind};
+                   .rounded = rounded};
     threads = useful_threads(e, threads);
     in_threads(threads, e->workers * e->matrices, direct, &a);
     if (e->workers < 4 * threads) a.blocks = threads;

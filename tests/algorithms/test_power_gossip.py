@@ -475,7 +475,7 @@ def iterated(branches: bool, rank: int, rounded: bool) -> Tensor:
 
     def conversation(t: int) -> Conversation:
         side = sides[t % 2]
-        side.update(x, (yield side.project(x, t, rounded, False)))
+        side.update(x, (yield side.project(x, t, rounded)))
 
     for t in range(7):
         if t == 3:

@@ -35,7 +35,7 @@ def compiled(network: Network, rank: int, layout: Layout) -> tuple[CompiledSide,
 
 def iterate(network: Network, p: CompiledSide, x: Tensor, counter: int) -> None:
     def conversation() -> Conversation:
-        p.update(x, (yield p.project(x, counter, False, False)))
+        p.update(x, (yield p.project(x, counter, False)))
 
     network.run(conversation())
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from powergossip import checks
-from powergossip.algorithms import learning, rates
+from powergossip.algorithms import AVERAGING, learning, rates
 from powergossip.checks import BadValue
 from powergossip.events import averaging, scenario
 from powergossip.events.members import Members
@@ -55,7 +55,7 @@ def late_options(c: Settings) -> dict[str, Any]:
         return {}
     if c.learning_options.get("dual_rate") is not None:
         return {}
-    by_default = getattr(averaging.EXCHANGES[c.optimizer], "dual_rate", 1.0)
+    by_default = getattr(AVERAGING[c.optimizer], "dual_rate", 1.0)
     return {"dual_rate": float(by_default / (1 + 2 * delay_of(c)))}
 
 

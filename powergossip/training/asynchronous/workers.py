@@ -104,7 +104,10 @@ class EdgeWorkers:
 
     def _averaging(self, layout: Layout) -> averaging.Exchanges:
         if self._exchanges is None:
-            self._exchanges = averaging.make(self._config.optimizer, layout, **self._options)
+            processes = self._network.processes
+            self._exchanges = averaging.make(
+                self._config.optimizer, layout, processes, **self._options
+            )
         return self._exchanges
 
     def _begin_epoch(self, worker: int, view: View) -> None:
