@@ -2,8 +2,8 @@
 Your own compressor in ten lines
 ================================
 
-This page shows a compressor with 2 bits for each element, and compares it with those of the
-library.
+This page shows a compressor with 2 bits for each element, and compares it with the library's
+compressors.
 """
 
 # %%
