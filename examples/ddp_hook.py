@@ -20,10 +20,10 @@ order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
 test, train = order[:360], order[360:]
 mine = train[rank : len(train) - len(train) % size : size]  # equally many samples for every worker
 
-torch.manual_seed(rank)  # of the batches. DDP starts all models from the values of process 0
+torch.manual_seed(rank)  # for the batches. DDP starts all models from the values of process 0
 model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU())
 model.append(nn.Linear(128, 10))
-group = torch_group(processes(), torch.device("cpu"))  # or that of init_process_group
+group = torch_group(processes(), torch.device("cpu"))  # or init_process_group's
 ddp = DistributedDataParallel(model, process_group=group)
 optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
 state = GossipState(optimizer, "power-gossip", rank=1)

@@ -130,7 +130,7 @@ if start:
         print(f"resumed after step {start}")
 
 for step in range(start, steps):
-    torch.manual_seed(steps * dist.get_rank() + step)  # own sequences in each process
+    torch.manual_seed(steps * dist.get_rank() + step)  # different sequences in each process
     starts = torch.randint(len(train) - POSITIONS, (BATCH,))
     optimizer.zero_grad()
     value = loss(model, train, starts)

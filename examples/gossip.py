@@ -21,7 +21,7 @@ order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
 test, train = order[:360], order[360:]
 mine = train[rank : len(train) - len(train) % size : size]  # equally many samples for every worker
 
-torch.manual_seed(rank)  # of the batches. Models start from the values of process 0
+torch.manual_seed(rank)  # for the batches. Models start from the values of process 0
 model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU())
 model.append(nn.Linear(128, 10))
 local = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

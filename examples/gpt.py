@@ -63,7 +63,7 @@ optimizer = GossipOptimizer(
 )
 schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
 
-random = torch.Generator().manual_seed(who.rank)  # each worker has sequences of its own
+random = torch.Generator().manual_seed(who.rank)  # each worker has its own sequences
 for step in range(STEPS):
     starts = torch.randint(len(train) - POSITIONS, (BATCH,), generator=random)
     optimizer.zero_grad()

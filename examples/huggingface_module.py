@@ -34,7 +34,7 @@ order = torch.randperm(len(digits), generator=torch.Generator().manual_seed(0))
 test, train = order[:360], order[360:]
 mine = train[rank : len(train) - len(train) % size : size]  # equally many samples for every worker
 
-torch.manual_seed(rank)  # of the batches. Models start from the values of process 0
+torch.manual_seed(rank)  # for the batches. Models start from the values of process 0
 model = Classifier().bfloat16()
 local = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 optimizer = GossipOptimizer(local, "power-gossip", rank=1, message_dtype="parameter")

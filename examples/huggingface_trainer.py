@@ -32,7 +32,7 @@ class Gossip(TrainerCallback):
     state: GossipState
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        local = self.trainer.optimizer.optimizer  # torch's, in that of accelerate
+        local = self.trainer.optimizer.optimizer  # torch's, inside accelerate's
         self.state = GossipState(local, "power-gossip", rank=1)
         if isinstance(self.trainer.model_wrapped, DistributedDataParallel):  # several processes
             self.trainer.model_wrapped.register_comm_hook(self.state, gossip_hook)

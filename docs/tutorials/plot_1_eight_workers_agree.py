@@ -10,8 +10,8 @@ This page shows how fast eight workers learn from each other, on three graphs.
 # ---------------------------
 #
 # Worker :math:`i` has a vector with a 1 at position :math:`i` and zeros elsewhere. After some steps
-# of gossip, the elements of its vector are the weights that it gives to the eight workers. All
-# workers agree if all weights are 1/8.
+# of gossip, the elements of its vector are its weights for the eight workers. All workers agree if
+# all weights are 1/8.
 
 import matplotlib.pyplot as plt
 import torch
@@ -29,9 +29,9 @@ COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0
 # Gossip
 # ------
 #
-# In a step, every worker sends its vector to its neighbors and takes a weighted mean of its own and
-# the received ones. `Network` sends the messages and counts their bits, `PlainGossip` takes the
-# mean. The matrix `x` has a row for each worker.
+# In a step, every worker sends its vector to its neighbors and takes a weighted mean of its vector
+# and the received vectors. `Network` sends the messages and counts their bits, `PlainGossip` takes
+# the mean. The matrix `x` has a row for each worker.
 
 
 def gossip(graph):
@@ -56,9 +56,9 @@ for graph in GRAPHS:
 # --------------
 #
 # Each worker is a pie of its weights. On a ring, a color needs four steps to reach the opposite
-# worker. On a hypercube, three neighbors in place of two make it three steps, and the pies are even
-# soon after. `one-peer-exponential` has one neighbor at a time, at a distance of 1, 2 and 4. After
-# three steps all pies are exactly even, for half the bits of a ring.
+# worker. On a hypercube, with three neighbors in place of two, it needs three, and the pies are
+# even soon after. `one-peer-exponential` has one neighbor at a time, at a distance of 1, 2 and 4.
+# After three steps all pies are exactly even, for half the bits of a ring.
 
 FRAMES = 4  # of a step
 figure, panels = plt.subplots(

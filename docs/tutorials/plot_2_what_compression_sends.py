@@ -10,7 +10,7 @@ This page shows one matrix, and the versions of it that arrive at a neighbor in 
 # The difference of two workers
 # -----------------------------
 #
-# Two workers begin with the same network. One trains on the digits 0 to 4, the other one on 5 to 9.
+# Two workers begin with the same network. One trains on the digits 0 to 4, the other on 5 to 9.
 # After 60 steps, the matrices of their hidden layers differ by `D`, with 64 rows of neurons and 64
 # columns of pixels.
 
@@ -77,8 +77,8 @@ def power_iterations(count):
 # Pictures of messages
 # --------------------
 #
-# Signs keep something of each element, top-k the largest ones exactly. A low rank keeps rows and
-# columns: pixels at the margin that no digit uses, and neurons that do not respond, stay white.
+# Signs approximate every element, top-k keeps the largest elements exactly. A low rank keeps rows
+# and columns: pixels at the margin that no digit uses, and neurons that do not respond, stay white.
 # QSGD rounds at random, so that its mean is right, and its variance large. With the levels −1, 0
 # and 1, it and `rounding` still need twice the bits of the others.
 
@@ -110,8 +110,8 @@ plt.show()
 # Bits against error
 # ------------------
 #
-# The error is relative to the norm of `D`: 1 is that of no message at all. An unbiased QSGD is
-# above it until it has enough levels. Nine singular values of `D` are large, so that a rank of nine
+# The error is relative to the norm of `D`: no message at all has an error of 1. An unbiased QSGD is
+# above 1 until it has enough levels. Nine singular values of `D` are large, so that a rank of nine
 # is good, and PowerGossip comes close to the best low rank without a decomposition.
 
 families = {
@@ -136,5 +136,5 @@ plt.show()
 
 # %%
 # An error is not lost: `CHOCO <../methods/choco.html>`_ sends the difference to a public copy, and
-# what one message leaves out is part of the next. `PowerGossip <../methods/power-gossip.html>`_
+# the next message contains the residual of the last. `PowerGossip <../methods/power-gossip.html>`_
 # begins each step with the directions of the last one.

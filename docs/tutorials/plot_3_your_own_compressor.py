@@ -2,8 +2,8 @@
 Your own compressor in ten lines
 ================================
 
-This page shows a compressor with 2 bits for each element, and compares it with those of the
-library.
+This page shows a compressor with 2 bits for each element, and compares it with the library's
+compressors.
 """
 
 # %%
@@ -11,8 +11,9 @@ library.
 # ----------------
 #
 # The compressor sends the sign of each element that is above the mean in magnitude, and zero for
-# the others. A float is the mean magnitude of the former. Three methods are all of it: the fields
-# of a message, their values, and the matrix at the receiver. A row in the registry is its name.
+# the others. A float has the mean magnitude of the elements above the mean. A compressor has three
+# methods: the fields of a message, their values, and the matrix at the receiver. A row in the
+# registry gives it a name.
 
 import contextlib
 import io
@@ -52,8 +53,8 @@ compressors.COMPRESSORS["ternary"] = Ternary
 
 # %%
 # Packing, bits, checkpoints and MPI follow from the fields. `stable_rate` limits the default
-# diffusion rate of CHOCO-Gossip. A good first value is the contraction, the part of the squared
-# norm that a message has. Here it is above one half for normal elements:
+# diffusion rate of CHOCO-Gossip. A good first value is the contraction, the fraction of the squared
+# norm in a message. Here it is above one half for normal elements:
 
 v = torch.randn(64, 64)
 codec = compressors.Codec(Layout([v.shape]), Ternary(), workers=[0])
@@ -67,7 +68,7 @@ print(f"contraction: {1 - (v - received).norm() ** 2 / v.norm() ** 2:.2f}")
 #
 # Eight workers on a ring have random matrices and average them with CHOCO-Gossip. Each compressor
 # has its default diffusion rate. Ternary messages reach a distance of 0.1 with the fewest bits. For
-# a smaller distance, rounding to nine levels needs less.
+# a smaller distance, rounding to nine levels needs fewer.
 
 COMPRESSORS = {
     "ternary": "#D55E00",
@@ -96,8 +97,8 @@ plt.show()
 # --------
 #
 # The same name works in `train.py`. Eight workers train a small network on handwritten digits, all
-# in this process. `metrics.jsonl` has a row for each measurement. The accuracies at the end are
-# nearly the same, that of top-k with the fewest bits.
+# in this process. `metrics.jsonl` has a row for each measurement. The final accuracies are nearly
+# the same; top-k needs the fewest bits.
 
 folder = Path(tempfile.mkdtemp())
 SETTINGS = "n_workers=8 task_architecture=MLP learning_rate=0.05 num_epochs=10 optimizer=choco"
@@ -115,4 +116,4 @@ plt.show()
 
 # %%
 # `More about compressors <../extending.html#a-compressor>`_: options, random numbers that sender
-# and receiver share, and the laws that a compressor in the library is tested for.
+# and receiver share, and the laws that the tests check for each compressor in the library.

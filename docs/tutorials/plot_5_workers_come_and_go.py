@@ -10,8 +10,8 @@ worker.
 # A scenario
 # ----------
 #
-# One process hosts all workers, and time is virtual: a step takes a second. Worker 7 is not there
-# at the start. Worker 2 dies after a minute and is replaced later. Worker 5 dies for good.
+# One process hosts all workers, and time is virtual: a step takes a second. Worker 7 joins later.
+# Worker 2 dies after a minute and is replaced later. Worker 5 dies for good.
 
 import contextlib
 import io
@@ -57,8 +57,7 @@ print("workers after each epoch:", *rows[rows.name == "workers"].value.astype(in
 # --------------------------
 #
 # The graph and the data of the others change whenever somebody dies or joins. Training goes on. A
-# new worker begins with the mean of its neighbors' models, so that its first accuracy is not that
-# of an untrained one.
+# new worker begins with the mean of its neighbors' models, and so with a trained model's accuracy.
 
 LIVES = {2: [(0, 60), (140, 222)], 5: [(0, 80)], 7: [(40, 222)]}  # the others: always
 accuracy = rows[rows.name == "accuracy"]

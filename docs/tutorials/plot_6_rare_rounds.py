@@ -10,10 +10,10 @@ in low-rank messages.
 # Three ways to train
 # -------------------
 #
-# The text is that of Python's standard library, byte by byte. The baseline averages in every step.
-# DiLoCo has rounds of ten steps with AdamW, then the mean of all models, on which an outer
-# optimizer acts. The third one has the same rounds, but neighbors on a ring exchange eight power
-# iterations in place of their models.
+# The text is the source of Python's standard library, byte by byte. The baseline averages in every
+# step. DiLoCo has rounds of ten steps with AdamW, then the mean of all models and a step of an
+# outer optimizer. The third method has the same rounds, but neighbors on a ring exchange eight
+# power iterations in place of their models.
 
 import contextlib
 import io
@@ -77,8 +77,8 @@ plt.show()
 # A sample
 # --------
 #
-# The mean model of the last run continues "def ". After some seconds of training, it has learned to
-# indent and some fragments of Python's words.
+# The mean model of the last run continues "def ". After some seconds of training, it has learned
+# indentation and some fragments of Python's words.
 
 print((place / "sample.txt").read_text())
 

@@ -65,7 +65,7 @@ with contextlib.redirect_stdout(io.StringIO()):  # without the table of the run
 # -----------------
 #
 # A launcher starts the same program several times. The processes find each other through MPI, or
-# without MPI through torchrun. MPI is left out here where there is no `mpirun`.
+# without MPI through torchrun. Without `mpirun`, this page skips MPI.
 
 TORCHRUN = "-m torch.distributed.run --standalone --nproc-per-node 2"
 LAUNCHERS = {"torchrun, 2 processes": [sys.executable, *TORCHRUN.split()]}
@@ -82,8 +82,8 @@ for name, launcher in LAUNCHERS.items():
 #
 # Random numbers depend on the seed, the worker and the step, and not on processes. Only the
 # rounding of sums may differ, between numbers of threads, and it grows in training. Bits are
-# counted for workers, and are equal. A run with another seed shows how large a difference is in
-# this picture.
+# counted for workers, and are equal. A run with another seed gives the scale of a large difference
+# in this picture.
 
 with contextlib.redirect_stdout(io.StringIO()):
     train.main([*SETTINGS.split(), "seed=2", "--output-dir", str(folder / "another seed")])
@@ -112,7 +112,7 @@ plt.show()
 # A cluster
 # ---------
 #
-# On several hosts, the launcher is that of the cluster. The rest stays as it is:
+# On several hosts, use the cluster's launcher. The rest stays the same:
 #
 # .. code-block:: bash
 #
