@@ -517,7 +517,8 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the state returned by `state_dict()`. The model's state is loaded separately.
+        """Restore the state returned by `state_dict()`. The model's state is loaded separately. If
+        it was loaded before construction and is that of this state, its values come back now.
 
         Raises:
             ValueError: For a state of another method, worker, number of workers or model, or of

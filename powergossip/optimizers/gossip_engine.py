@@ -54,6 +54,7 @@ class _Part:
     Attributes:
         x: Memory of the parameters after `allocate`, or a copy of them: [1, D], float32 or float64.
         rule: The learning rule, which has the averaging algorithm.
+        before: The values before construction where those of process 0 differ, until the first step.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class _Part:
         # Parameters in the memory of x, their views of x, and addresses. The others are copied.
         self._moved: list[tuple[Tensor, Tensor, int]] = []
         self._copied = [*zip(parameters, self._views, strict=True)]
+        self.before: list[Tensor] = []
         self.rule = make_rule(parameters, self.layout, self.x)
 
     def allocate(self, move: bool) -> None:
@@ -213,6 +215,7 @@ class Averaged(Traffic):
         self.in_step = False  # whether a step has been started, and its local update is to come
         self._exchange: Exchange | None = None  # in flight
         self._loaded: Mapping[str, Any] | None = None  # the state, until the first step with it
+        self._start = 0  # checksum of the parameters at construction
         self.in_mean = False  # whether the parameters are the mean model at present
 
     @property
@@ -273,10 +276,20 @@ class Averaged(Traffic):
         if self._works:
             for part in parts:
                 if move:
-                    self.processes.broadcast_tensors([*map(memory, part.parameters)])
+                    self._start_together(part)
                 part.allocate(move)
         self.parts += parts
+        if any(part.before for part in self.parts):
+            self._start = _checksum(self.parts)
         self.in_step = False
+
+    def _start_together(self, part: _Part) -> None:
+        """Give the parameters the values of process 0, and keep others for `load_state_dict`."""
+        if self.processes.rank > 0 and self.sharding is None:
+            part.before = [p.detach().to("cpu", copy=True) for p in part.parameters]
+        self.processes.broadcast_tensors([*map(memory, part.parameters)])
+        if part.before and _checksum([part]) == _checksum([part], before=True):
+            part.before = []
 
     def _check_precision(self, parameters: Sequence[Tensor], first: int) -> None:
         """Raise ValueError unless all trained parameters are in float64, or none."""
@@ -309,6 +322,8 @@ class Averaged(Traffic):
         steps, and warns if the parameters are others than when the state was saved.
         """
         saved, self._loaded = self._loaded, None
+        for part in self.parts:
+            part.before = []
         if saved is None:
             return
         place = "the first step with a loaded state"
@@ -316,9 +331,9 @@ class Averaged(Traffic):
         parts = self.parts[: len(saved["averaging"])]
         if saved.get("checksum", _checksum(parts)) != _checksum(parts):
             warnings.warn(
-                f"the parameters are not those with which the state was saved: create "
-                f"{self.owner}, which gives all processes the values of process 0, before loading "
-                "the model",
+                "the parameters are not those with which the state was saved: load the model that "
+                "this process saved beside it, before or after the optimizer is created (in "
+                f"DistributedDataParallel, after {self.owner} is)",
                 stacklevel=2,
             )
 
@@ -467,20 +482,28 @@ class Averaged(Traffic):
         check_owner(saved, owner_of(self.processes))
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Restore the state returned by `state_dict()`, after `check_state`."""
+        """Restore the state returned by `state_dict()`, after `check_state`.
+
+        The parameters get their values from before construction, if these belong to the state.
+        """
         self.receive()
         if self.sharding is not None:
             saved = self.sharding.loaded(saved)
+        if any(part.before for part in self.parts) and self._start == _checksum(self.parts):
+            parts = self.parts[: len(saved["averaging"])]
+            if saved.get("checksum") == _checksum(parts, before=True):
+                with torch.no_grad():
+                    copy_all(both for p in parts for both in zip(p.parameters, p.before))
         for part, state in zip(self.parts, saved["averaging"], strict=True):
             part.rule.load_state_dict(state)
         self.in_step, self._loaded = False, saved
         self.network.load_state_dict(saved["network"])
 
 
-def _checksum(parts: Iterable[_Part]) -> int:
-    """The sum of the bits of all parameters as integers."""
-    parameters = (parameter.detach() for part in parts for parameter in part.parameters)
-    return sum(int(p.view(_BITS[p.element_size()]).sum()) for p in parameters)
+def _checksum(parts: Iterable[_Part], before: bool = False) -> int:
+    """The sum of the bits of all parameters as integers, or of their values `before`."""
+    tensors = (p.detach() for part in parts for p in (before and part.before) or part.parameters)
+    return sum(int(p.view(_BITS[p.element_size()]).sum()) for p in tensors)
 
 
 def _check_state(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:

@@ -591,6 +591,38 @@ def test_alone_in_lightning_with_clipping_it_is_the_wrapped_optimizer(precision:
     assert torch.equal(*found)
 
 
+@pytest.mark.slow  # imports of Lightning
+@pytest.mark.parallel([2])
+@pytest.mark.filterwarnings("ignore")
+def test_lightning_resumes_to_the_bit(tmp_path: Path) -> None:
+    """It restores the model before `configure_optimizers`, and the optimizer after it."""
+    lightning = pytest.importorskip("lightning")
+    rank = processes().rank
+
+    class Module(lightning.LightningModule):  # type: ignore[name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.model: Any = mlp(rank)
+
+        def training_step(self, batch: Any, t: int) -> Tensor:
+            return loss(self.model, rank, t + 3 * self.current_epoch)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return GossipOptimizer(OPTIMIZERS["momentum"](self.model), "power-gossip")
+
+    def fit(epochs: int, start: Path | None = None) -> Any:
+        quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
+        options = {"accelerator": "cpu", "devices": 1, "strategy": "auto", **quiet}
+        trainer = lightning.Trainer(max_epochs=epochs, gradient_clip_val=1.0, **options)
+        module = Module()
+        trainer.fit(module, range(3), ckpt_path=start)
+        return trainer, numbers(module.model)
+
+    file = tmp_path / f"{rank}.ckpt"
+    fit(2)[0].save_checkpoint(file)
+    assert torch.equal(fit(3, file)[1], fit(3)[1])
+
+
 def test_alone_closures_are_the_wrapped_optimizers() -> None:
     model, reference = mlp(), mlp()
     local = torch.optim.LBFGS(model.parameters(), max_iter=3)
@@ -836,24 +868,28 @@ def test_an_unfrozen_parameter_is_noticed() -> None:
 
 
 @pytest.mark.parallel([2])
-def test_a_model_that_is_loaded_before_the_optimizer_is_made_gives_a_warning() -> None:
-    """Construction replaces it by that of process 0."""
+@pytest.mark.parametrize("loaded", ["before", "after", "before, then changed", "never"])
+def test_a_model_may_be_loaded_before_or_after_the_optimizer_is_made(loaded: str) -> None:
+    """Construction gives it the values of process 0; the state brings its own back."""
     model, optimizer = wrapped(OPTIMIZERS["momentum"], "power-gossip")
     run(model, optimizer, range(3))
     values, state = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    for is_first in (False, True):
-        model = mlp()
-        if is_first:
-            model.load_state_dict(values)
-        optimizer = GossipOptimizer(OPTIMIZERS["momentum"](model), "power-gossip")
-        optimizer.load_state_dict(state)
-        if not is_first:
-            model.load_state_dict(values)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            run(model, optimizer, range(3, 5))
-        found = ["are not those with which the state was saved" in str(w.message) for w in caught]
-        assert found == [True] * (is_first and processes().rank > 0)
+    run(model, optimizer, range(3, 5))
+    again = mlp()
+    if "before" in loaded:
+        again.load_state_dict(values)
+    optimizer = GossipOptimizer(OPTIMIZERS["momentum"](again), "power-gossip")
+    if "changed" in loaded:
+        again.load_state_dict(mlp(1).state_dict())
+    optimizer.load_state_dict(state)
+    if loaded == "after":
+        again.load_state_dict(values)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run(again, optimizer, range(3, 5))
+    right = loaded in ("before", "after")
+    assert torch.equal(numbers(again), numbers(model)) == right
+    assert any("not those with which the state was saved" in str(w.message) for w in caught) != right
 
 
 def test_a_group_may_be_added_before_the_first_step_with_a_loaded_state() -> None:
