@@ -16,6 +16,7 @@ from torch import Tensor
 from powergossip import network
 from powergossip.network import Conversation, Exchange, Processes, together
 from powergossip.optimizers.checks import (
+    Places,
     check_owner,
     check_same_everywhere,
     check_same_parameters,
@@ -23,6 +24,7 @@ from powergossip.optimizers.checks import (
     is_frozen,
     named,
     owner_of,
+    places_of,
     warn_of_buffers,
 )
 from powergossip.optimizers.gradients import Traffic
@@ -54,7 +56,7 @@ class _Part:
     Attributes:
         x: Memory of the parameters after `allocate`, or a copy of them: [1, D], float32 or float64.
         rule: The learning rule, which has the averaging algorithm.
-        before: The values before construction where those of process 0 differ, until the first step.
+        before: Values before construction, if process 0 has others, until the first step.
     """
 
     def __init__(
@@ -188,6 +190,7 @@ class Averaged(Traffic):
 
     Attributes:
         parts: Parameters that were added together, those of each dtype by themselves.
+        places: The modules of trained parameters.
     """
 
     def __init__(
@@ -210,11 +213,12 @@ class Averaged(Traffic):
         check_same_everywhere(processes, of_all | {"message_dtype": message_dtype})
         self.parts: list[_Part] = []
         self.frozen: list[Tensor] = []
+        self.places: Places = []
         # A single process has no neighbors, but it may have the state of a learning rule.
         self._works = self.n_workers > 1 or learning.works_alone
         self.in_step = False  # whether a step has been started, and its local update is to come
         self._exchange: Exchange | None = None  # in flight
-        self._loaded: Mapping[str, Any] | None = None  # the state, until the first step with it
+        self._loaded: Mapping[str, Any] | None = None  # facts of the state, until the first step
         self._start = 0  # checksum of the parameters at construction
         self.in_mean = False  # whether the parameters are the mean model at present
 
@@ -270,7 +274,8 @@ class Averaged(Traffic):
             self.frozen.extend(of_process_0)
             for parameter in of_process_0:  # one by one, since together they may be large
                 self.processes.broadcast_tensors([memory(parameter)])
-            warn_of_buffers(self.processes, parameters)
+            modules = warn_of_buffers(self.processes, parameters)
+            self.places += places_of(trained, modules if self.sharding is None else [])
         if self.sharding is not None:
             reshard_modules()
         if self._works:
@@ -328,8 +333,7 @@ class Averaged(Traffic):
             return
         place = "the first step with a loaded state"
         network.checked_barrier(self.processes, place, saved["steps"])
-        parts = self.parts[: len(saved["averaging"])]
-        if saved.get("checksum", _checksum(parts)) != _checksum(parts):
+        if saved["checksum"] not in (None, _checksum(self.parts[: saved["parts"]])):
             warnings.warn(
                 "the parameters are not those with which the state was saved: load the model that "
                 "this process saved beside it, before or after the optimizer is created (in "
@@ -489,14 +493,16 @@ class Averaged(Traffic):
         self.receive()
         if self.sharding is not None:
             saved = self.sharding.loaded(saved)
-        if any(part.before for part in self.parts) and self._start == _checksum(self.parts):
-            parts = self.parts[: len(saved["averaging"])]
-            if saved.get("checksum") == _checksum(parts, before=True):
-                with torch.no_grad():
-                    copy_all(both for p in parts for both in zip(p.parameters, p.before))
+        known, parts = saved.get("checksum"), self.parts[: len(saved["averaging"])]
+        others = [part for part in self.parts if part.before]
+        if others and (self._start, known) == (_checksum(self.parts), _checksum(parts, True)):
+            with torch.no_grad():
+                for part in others:
+                    torch._foreach_copy_([*part.parameters], part.before)
         for part, state in zip(self.parts, saved["averaging"], strict=True):
             part.rule.load_state_dict(state)
-        self.in_step, self._loaded = False, saved
+        self._loaded = {"steps": saved.get("steps"), "checksum": known, "parts": len(parts)}
+        self.in_step = False
         self.network.load_state_dict(saved["network"])
 
 

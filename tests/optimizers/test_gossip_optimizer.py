@@ -704,6 +704,21 @@ def test_a_model_that_was_moved_is_noticed() -> None:
         pass
 
 
+@pytest.mark.parallel([2])
+def test_a_model_with_other_parameters_than_the_optimizer_is_noticed() -> None:
+    """Unless these have gradients, or are gone from the model."""
+    model, optimizer = wrapped(OPTIMIZERS["sgd"], "dpsgd")
+    head, model[4] = model[4], nn.Linear(4, 3)
+    run(model, optimizer, range(1))
+    head.load_state_dict(
+        {name: value.clone() for name, value in head.state_dict().items()}, assign=True
+    )
+    with pytest.raises(RuntimeError, match=r'"weight" of Linear.*assign=True'):
+        run(model, optimizer, range(1))
+    del head
+    run(model, optimizer, range(1))
+
+
 @pytest.mark.parallel([4])
 @pytest.mark.parametrize("overlapping", [False, True])
 def test_values_assigned_to_data_are_as_those_written_in_place(overlapping: bool) -> None:
@@ -889,7 +904,9 @@ def test_a_model_may_be_loaded_before_or_after_the_optimizer_is_made(loaded: str
         run(again, optimizer, range(3, 5))
     right = loaded in ("before", "after")
     assert torch.equal(numbers(again), numbers(model)) == right
-    assert any("not those with which the state was saved" in str(w.message) for w in caught) != right
+    assert (
+        any("not those with which the state was saved" in str(w.message) for w in caught) != right
+    )
 
 
 def test_a_group_may_be_added_before_the_first_step_with_a_loaded_state() -> None:
