@@ -61,7 +61,7 @@ def checked_barrier_at_exit(processes: Processes, steps: Callable[[], int | None
     def at_exit() -> None:
         try:
             checked_barrier(processes, _END, steps())
-        except PeerLost as error:  # Python would print a traceback and go on
+        except PeerLost as error:  # which Python would print and ignore
             sys.excepthook(PeerLost, error, error.__traceback__)
 
     processes.watch(ahead)

@@ -2,7 +2,6 @@
 
 import gc
 import warnings
-import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -161,38 +160,9 @@ def _modules_of(parameters: Iterable[Tensor]) -> list[nn.Module]:
     ]
 
 
-Places = list[tuple[weakref.ref[nn.Module], str, Tensor]]  # module, name there, parameter
-
-
-def places_of(parameters: Iterable[Tensor], modules: Iterable[nn.Module]) -> Places:
-    """The modules that have these parameters themselves, and their names there."""
-    own = {id(parameter): parameter for parameter in parameters}
-    return [
-        (weakref.ref(module), name, own[id(parameter)])
-        for module in modules
-        for name, parameter in module._parameters.items()
-        if id(parameter) in own
-    ]
-
-
-def check_places(places: Places) -> None:
-    """Raise RuntimeError if a module has another parameter in place of one without a gradient."""
-    for reference, name, parameter in places:
-        module = reference() if parameter.grad is None else None
-        found = None if module is None else module._parameters.get(name)
-        if found is not None and found is not parameter:
-            raise RuntimeError(
-                f'parameter "{name}" of {module} is another one than the optimizer has: load the '
-                "model without assign=True, or before the optimizers are created"
-            )
-
-
 def warn_of_buffers(processes: Processes, parameters: Sequence[Tensor]) -> list[nn.Module]:
-    """Warn, in process 0, if a buffer in the modules of these parameters differs elsewhere.
-
-    Returns:
-        The modules; none in a single process.
-    """
+    """Warn, in process 0, if a buffer in the modules of these parameters, which are returned,
+    differs elsewhere."""
     modules = _modules_of(parameters) if processes.size > 1 else []
     inner = {id(child) for module in modules for child in module.children()}
     digests: dict[str, set[str]] = {}

@@ -27,7 +27,6 @@ from powergossip.network import Processes
 from powergossip.optimizers.checks import (
     check_gradients,
     check_own_gradients,
-    check_places,
     check_same_everywhere,
     named,
     not_compiled,
@@ -305,9 +304,8 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
 
         Raises:
             ValueError: For sparse gradients.
-            RuntimeError: If a parameter was moved to another device or dtype, or shared, or a model
-                has another one in its place, and in the first step if DistributedDataParallel
-                averages the gradients of all processes.
+            RuntimeError: If a parameter was moved to another device or dtype, shared or replaced,
+                and in the first step if DistributedDataParallel averages all processes' gradients.
         """
         if self._averaged.in_mean:
             raise RuntimeError("step() inside mean_model() would be lost; leave it first")
@@ -392,8 +390,6 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
             self._mix_before_update()
             return self._update(checked)
         gradients = self._dense_gradients()
-        if len(gradients) < len(self._averaged.places):
-            check_places(self._averaged.places)
         if grad_scale is not None and gradients:
             # The reciprocal in double precision, as GradScaler.unscale_ does.
             torch._foreach_mul_(gradients, grad_scale.double().reciprocal().float())

@@ -5,18 +5,18 @@ Axes: worker (always 1: that of this process), D elements of a part.
 """
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from powergossip import network
 from powergossip.network import Conversation, Exchange, Processes, together
 from powergossip.optimizers.checks import (
-    Places,
     check_owner,
     check_same_everywhere,
     check_same_parameters,
@@ -24,7 +24,6 @@ from powergossip.optimizers.checks import (
     is_frozen,
     named,
     owner_of,
-    places_of,
     warn_of_buffers,
 )
 from powergossip.optimizers.gradients import Traffic
@@ -190,7 +189,6 @@ class Averaged(Traffic):
 
     Attributes:
         parts: Parameters that were added together, those of each dtype by themselves.
-        places: The modules of trained parameters.
     """
 
     def __init__(
@@ -213,7 +211,7 @@ class Averaged(Traffic):
         check_same_everywhere(processes, of_all | {"message_dtype": message_dtype})
         self.parts: list[_Part] = []
         self.frozen: list[Tensor] = []
-        self.places: Places = []
+        self._places: list[tuple[weakref.ref[nn.Module], str, Tensor]] = []  # in modules, by name
         # A single process has no neighbors, but it may have the state of a learning rule.
         self._works = self.n_workers > 1 or learning.works_alone
         self.in_step = False  # whether a step has been started, and its local update is to come
@@ -274,27 +272,26 @@ class Averaged(Traffic):
             self.frozen.extend(of_process_0)
             for parameter in of_process_0:  # one by one, since together they may be large
                 self.processes.broadcast_tensors([memory(parameter)])
-            modules = warn_of_buffers(self.processes, parameters)
-            self.places += places_of(trained, modules if self.sharding is None else [])
+            own = set(trained if self.sharding is None else [])
+            self._places += [
+                (weakref.ref(module), name, parameter)
+                for module in warn_of_buffers(self.processes, parameters)
+                for name, parameter in module._parameters.items()
+                if parameter in own
+            ]
         if self.sharding is not None:
             reshard_modules()
         if self._works:
             for part in parts:
                 if move:
-                    self._start_together(part)
+                    if self.processes.rank > 0 and self.sharding is None:
+                        part.before = [p.detach().to("cpu", copy=True) for p in part.parameters]
+                    self.processes.broadcast_tensors([*map(memory, part.parameters)])
                 part.allocate(move)
         self.parts += parts
         if any(part.before for part in self.parts):
             self._start = _checksum(self.parts)
         self.in_step = False
-
-    def _start_together(self, part: _Part) -> None:
-        """Give the parameters the values of process 0, and keep others for `load_state_dict`."""
-        if self.processes.rank > 0 and self.sharding is None:
-            part.before = [p.detach().to("cpu", copy=True) for p in part.parameters]
-        self.processes.broadcast_tensors([*map(memory, part.parameters)])
-        if part.before and _checksum([part]) == _checksum([part], before=True):
-            part.before = []
 
     def _check_precision(self, parameters: Sequence[Tensor], first: int) -> None:
         """Raise ValueError unless all trained parameters are in float64, or none."""
@@ -306,12 +303,19 @@ class Averaged(Traffic):
                 )
 
     def check(self) -> None:
-        """Raise RuntimeError for a parameter that was moved, or was frozen and is trained now.
+        """Raise RuntimeError for a parameter that was moved or replaced, or is not frozen any more.
 
         Values that were assigned to .data are taken over.
         """
         for part in self._active:
             part.reclaim(self.owner)
+        for module, name, parameter in self._places:
+            found = parameter.grad is None and getattr(module(), name, None)
+            if isinstance(found, nn.Parameter) and found is not parameter:
+                raise RuntimeError(
+                    f'parameter "{name}" of {module()} is not the one that {self.owner} has: load '
+                    "the model without assign=True, or before the optimizer is created"
+                )
         for parameter in self.frozen:
             if parameter.requires_grad:
                 raise RuntimeError(
@@ -486,10 +490,8 @@ class Averaged(Traffic):
         check_owner(saved, owner_of(self.processes))
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Restore the state returned by `state_dict()`, after `check_state`.
-
-        The parameters get their values from before construction, if these belong to the state.
-        """
+        """Restore the state returned by `state_dict()`, after `check_state`, and the values of the
+        parameters from before construction if they belong to it."""
         self.receive()
         if self.sharding is not None:
             saved = self.sharding.loaded(saved)

@@ -274,8 +274,6 @@ class GossipModelAverager(ModelAverager):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state returned by `state_dict()`.
 
-        Before the first step of gossip, this is checked in that step.
-
         Raises:
             ValueError: For a state of another method, worker, number of workers or model. Nothing
                 is changed then. Before the first step of gossip, the state is checked in that step.

@@ -706,13 +706,11 @@ def test_a_model_that_was_moved_is_noticed() -> None:
 
 @pytest.mark.parallel([2])
 def test_a_model_with_other_parameters_than_the_optimizer_is_noticed() -> None:
-    """Unless these have gradients, or are gone from the model."""
+    """Unless these have gradients, or have no other one in their place."""
     model, optimizer = wrapped(OPTIMIZERS["sgd"], "dpsgd")
     head, model[4] = model[4], nn.Linear(4, 3)
     run(model, optimizer, range(1))
-    head.load_state_dict(
-        {name: value.clone() for name, value in head.state_dict().items()}, assign=True
-    )
+    head.load_state_dict({name: p.clone() for name, p in head.named_parameters()}, assign=True)
     with pytest.raises(RuntimeError, match=r'"weight" of Linear.*assign=True'):
         run(model, optimizer, range(1))
     del head
