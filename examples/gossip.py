@@ -1,4 +1,4 @@
-"""PowerGossip on a ring. Each worker trains on its part of the digits and sends 2 kB to each of its
+"""PowerGossip on a ring. Each worker trains on its part of the digits and sends 3 kB to each of its
 two neighbors per step.
 
 Run it under `mpirun -np 4 python` or `torchrun --nproc-per-node 4`, or alone.

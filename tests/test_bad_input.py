@@ -50,6 +50,7 @@ OF_KEYS: list[Row] = [
     ("overlapping=3", "overlapping=3:", "true or false"),
     ("overlapping=0.5", "overlapping=0.5:", "true or false"),
     ("nesterov=3", "nesterov=3:", "true or false"),
+    ("optimizer=ddp-powersgd optimizer_start_iteration=[1]", "iteration=[1]: use a whole number"),
     ("topology=[ring]", "topology=['ring']:"),
     ("lr_schedule_milestones=5", "lr_schedule_milestones=5:", "list"),
     ("spectrum_logging_epochs=[a]", "spectrum_logging_epochs=['a']:", "list"),

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from powergossip.errors import PeerLost
 from powergossip.network.processes import Processes
 
 PATIENCE = 1.0  # seconds, at exit: a caught exception may have left messages before the token
@@ -57,8 +58,14 @@ def checked_barrier_at_exit(processes: Processes, steps: Callable[[], int | None
     def ahead(process: int, token: np.ndarray) -> None:
         _end(processes, f"process {process} {_at(token)}, {_further(processes.rank)}")
 
+    def at_exit() -> None:
+        try:
+            checked_barrier(processes, _END, steps())
+        except PeerLost as error:  # which Python would print and ignore
+            sys.excepthook(PeerLost, error, error.__traceback__)
+
     processes.watch(ahead)
-    atexit.register(lambda: checked_barrier(processes, _END, steps()))
+    atexit.register(at_exit)
 
 
 def _at(token: Any) -> str:

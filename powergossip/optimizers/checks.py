@@ -160,8 +160,9 @@ def _modules_of(parameters: Iterable[Tensor]) -> list[nn.Module]:
     ]
 
 
-def warn_of_buffers(processes: Processes, parameters: Sequence[Tensor]) -> None:
-    """Warn, in process 0, if a buffer in the modules of these parameters differs elsewhere."""
+def warn_of_buffers(processes: Processes, parameters: Sequence[Tensor]) -> list[nn.Module]:
+    """Warn, in process 0, if a buffer in the modules of these parameters, which are returned,
+    differs elsewhere."""
     modules = _modules_of(parameters) if processes.size > 1 else []
     inner = {id(child) for module in modules for child in module.children()}
     digests: dict[str, set[str]] = {}
@@ -178,6 +179,7 @@ def warn_of_buffers(processes: Processes, parameters: Sequence[Tensor]) -> None:
             "model.load_state_dict(powergossip.network.processes().broadcast(model.state_dict()))",
             stacklevel=2,
         )
+    return modules
 
 
 def check_own_gradients(groups: Iterable[Mapping[str, Any]], n_workers: int) -> None:

@@ -270,8 +270,8 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
 
         Raises:
             ValueError: For sparse gradients.
-            RuntimeError: If a parameter was moved to another device or dtype, or shared, and in the
-                first step if DistributedDataParallel averages the gradients of all processes.
+            RuntimeError: If a parameter was moved to another device or dtype, shared or replaced,
+                and in the first step if DistributedDataParallel averages all processes' gradients.
         """
         if self._averaged.in_mean:
             raise RuntimeError("step() inside mean_model() would be lost; leave it first")
@@ -483,7 +483,8 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the state returned by `state_dict()`. The model's state is loaded separately.
+        """Restore the state returned by `state_dict()`. The model's state is loaded separately. If
+        it was loaded before construction and is that of this state, its values come back now.
 
         Raises:
             ValueError: For a state of another method, worker, number of workers or model, or of

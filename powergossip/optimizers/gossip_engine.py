@@ -5,13 +5,14 @@ Axes: worker (always 1: that of this process), D elements of a part.
 """
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from powergossip import network
 from powergossip.network import Conversation, Exchange, Processes, together
@@ -54,6 +55,7 @@ class _Part:
     Attributes:
         x: Memory of the parameters after `allocate`, or a copy of them: [1, D], float32 or float64.
         rule: The learning rule, which has the averaging algorithm.
+        before: Values before construction, if process 0 has others, until the first step.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class _Part:
         # Parameters in the memory of x, their views of x, and addresses. The others are copied.
         self._moved: list[tuple[Tensor, Tensor, int]] = []
         self._copied = [*zip(parameters, self._views, strict=True)]
+        self.before: list[Tensor] = []
         self.rule = make_rule(parameters, self.layout, self.x)
 
     def allocate(self, move: bool) -> None:
@@ -208,11 +211,13 @@ class Averaged(Traffic):
         check_same_everywhere(processes, of_all | {"message_dtype": message_dtype})
         self.parts: list[_Part] = []
         self.frozen: list[Tensor] = []
+        self._places: list[tuple[weakref.ref[nn.Module], str, Tensor]] = []  # in modules, by name
         # A single process has no neighbors, but it may have the state of a learning rule.
         self._works = self.n_workers > 1 or learning.works_alone
         self.in_step = False  # whether a step has been started, and its local update is to come
         self._exchange: Exchange | None = None  # in flight
-        self._loaded: Mapping[str, Any] | None = None  # the state, until the first step with it
+        self._loaded: Mapping[str, Any] | None = None  # facts of the state, until the first step
+        self._start = 0  # checksum of the parameters at construction
         self.in_mean = False  # whether the parameters are the mean model at present
 
     @property
@@ -266,15 +271,25 @@ class Averaged(Traffic):
             self.frozen.extend(of_process_0)
             for parameter in of_process_0:  # one by one, since together they may be large
                 self.processes.broadcast_tensors([memory(parameter)])
-            warn_of_buffers(self.processes, parameters)
+            own = set(trained if self.sharding is None else [])
+            self._places += [
+                (weakref.ref(module), name, parameter)
+                for module in warn_of_buffers(self.processes, parameters)
+                for name, parameter in module._parameters.items()
+                if parameter in own
+            ]
         if self.sharding is not None:
             reshard_modules()
         if self._works:
             for part in parts:
                 if move:
+                    if self.processes.rank > 0 and self.sharding is None:
+                        part.before = [p.detach().to("cpu", copy=True) for p in part.parameters]
                     self.processes.broadcast_tensors([*map(memory, part.parameters)])
                 part.allocate(move)
         self.parts += parts
+        if any(part.before for part in self.parts):
+            self._start = _checksum(self.parts)
         self.in_step = False
 
     def _check_precision(self, parameters: Sequence[Tensor], first: int) -> None:
@@ -287,12 +302,19 @@ class Averaged(Traffic):
                 )
 
     def check(self) -> None:
-        """Raise RuntimeError for a parameter that was moved, or was frozen and is trained now.
+        """Raise RuntimeError for a parameter that was moved or replaced, or is not frozen any more.
 
         Values that were assigned to .data are taken over.
         """
         for part in self._active:
             part.reclaim(self.owner)
+        for module, name, parameter in self._places:
+            found = parameter.grad is None and getattr(module(), name, None)
+            if isinstance(found, nn.Parameter) and found is not parameter:
+                raise RuntimeError(
+                    f'parameter "{name}" of {module()} is not the one that {self.owner} has: load '
+                    "the model without assign=True, or before the optimizer is created"
+                )
         for parameter in self.frozen:
             if parameter.requires_grad:
                 raise RuntimeError(
@@ -308,16 +330,17 @@ class Averaged(Traffic):
         steps, and warns if the parameters are others than when the state was saved.
         """
         saved, self._loaded = self._loaded, None
+        for part in self.parts:
+            part.before = []
         if saved is None:
             return
         place = "the first step with a loaded state"
         network.checked_barrier(self.processes, place, saved["steps"])
-        parts = self.parts[: len(saved["averaging"])]
-        if saved.get("checksum", _checksum(parts)) != _checksum(parts):
+        if saved["checksum"] not in (None, _checksum(self.parts[: saved["parts"]])):
             warnings.warn(
-                f"the parameters are not those with which the state was saved: create "
-                f"{self.owner}, which gives all processes the values of process 0, before loading "
-                "the model",
+                "the parameters are not those with which the state was saved: load the model that "
+                "this process saved beside it, before or after the optimizer is created (in "
+                f"DistributedDataParallel, after {self.owner} is)",
                 stacklevel=2,
             )
 
@@ -465,20 +488,28 @@ class Averaged(Traffic):
         check_owner(saved, owner_of(self.processes))
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Restore the state returned by `state_dict()`, after `check_state`."""
+        """Restore the state returned by `state_dict()`, after `check_state`, and the values of the
+        parameters from before construction if they belong to it."""
         self.receive()
         if self.sharding is not None:
             saved = self.sharding.loaded(saved)
+        known, parts = saved.get("checksum"), self.parts[: len(saved["averaging"])]
+        others = [part for part in self.parts if part.before]
+        if others and (self._start, known) == (_checksum(self.parts), _checksum(parts, True)):
+            with torch.no_grad():
+                for part in others:
+                    torch._foreach_copy_([*part.parameters], part.before)
         for part, state in zip(self.parts, saved["averaging"], strict=True):
             part.rule.load_state_dict(state)
-        self.in_step, self._loaded = False, saved
+        self._loaded = {"steps": saved.get("steps"), "checksum": known, "parts": len(parts)}
+        self.in_step = False
         self.network.load_state_dict(saved["network"])
 
 
-def _checksum(parts: Iterable[_Part]) -> int:
-    """The sum of the bits of all parameters as integers."""
-    parameters = (parameter.detach() for part in parts for parameter in part.parameters)
-    return sum(int(p.view(_BITS[p.element_size()]).sum()) for p in parameters)
+def _checksum(parts: Iterable[_Part], before: bool = False) -> int:
+    """The sum of the bits of all parameters as integers, or of their values `before`."""
+    tensors = (p.detach() for part in parts for p in (before and part.before) or part.parameters)
+    return sum(int(p.view(_BITS[p.element_size()]).sum()) for p in tensors)
 
 
 def _check_state(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:

@@ -124,6 +124,7 @@ class GossipModelAverager(ModelAverager):
         self._added: list[list[Tensor]] = []  # trainable parameters that were added together
         self._given: list[tuple[int, bool]] = []  # parameters of the last step, and if trainable
         self._restored: Mapping[str, Any] | None = None  # a state loaded before that
+        self._is_loaded = False  # whether a state was loaded after the last step
         own = weakref.ref(self)
         network.checked_barrier_at_exit(processes, lambda: getattr(own(), "step", None))
 
@@ -143,6 +144,10 @@ class GossipModelAverager(ModelAverager):
         """
         if self._averaged is not None and self._averaged.in_mean:
             raise RuntimeError("a step inside mean_model() would be lost; leave it first")
+        if self._is_loaded:
+            self._is_loaded = False
+            place = "the first step with a loaded state"
+            network.checked_barrier(self._processes, place, self.step)
         since = self.step - self.warmup_steps
         if since >= 0 and since % self.period == 0:
             averaged = self._prepared(params)
@@ -268,8 +273,6 @@ class GossipModelAverager(ModelAverager):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state returned by `state_dict()`.
 
-        Before the first step of gossip, this is checked in that step.
-
         Raises:
             ValueError: For a state of another method, worker, number of workers or model. Nothing
                 is changed then. Before the first step of gossip, the state is checked in that step.
@@ -285,7 +288,7 @@ class GossipModelAverager(ModelAverager):
         else:
             self._averaged.check_state(_of_averaged(gossip))
             self._averaged.load_state_dict(gossip)
-        self.step = state["step"]
+        self.step, self._is_loaded = state["step"], True
 
 
 def _of_averaged(gossip: Mapping[str, Any]) -> dict[str, Any]:

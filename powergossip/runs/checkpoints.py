@@ -149,11 +149,12 @@ class Checkpoints:
             damage = damage or _damage_of(*read.args)
         return next(filter(None, self._processes.everywhere(damage)), None)
 
-    def return_to(self, which: str) -> None:
-        """Let a checkpoint be the last one. In the first process."""
+    def return_to(self, which: str, wanted: str = "last") -> None:
+        """Let a checkpoint be the last one, in place of the `wanted` one if that is damaged, which
+        is not the best one any more. In the first process."""
         index = self._index()
         entry = index[which]
-        if entry != index["last"]:
+        if entry != index["last"] or which != wanted:
             best = None if entry["score"] is None else entry
             with Drafts(self._folder, self._processes.index) as drafts:
                 drafts.begin()

@@ -621,6 +621,7 @@ def _type_name(kind: Any) -> str:
         float: "a number",
         bool: "true or false",
         str: "a string",
+        int | str: "a whole number or a string",
         float | int | str: "a number or a string",
         bool | str: "true, false or a string",
         list[int]: "a list of whole numbers",

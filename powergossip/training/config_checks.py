@@ -345,7 +345,8 @@ def _keys(optimizer: str, known: Iterable[str]) -> dict[str, str]:
     """Return option → X of its key optimizer_X, for those of the options that have such a key."""
     keys = {name: key for key, name in ALIASES.get(optimizer, {}).items()}
     shared = shared_keys(optimizer)
-    return {name: keys.get(name, name) for name in known if name not in shared}
+    own = (name for name in known if name not in shared and name not in OF_RULE)
+    return {name: keys.get(name, name) for name in own}
 
 
 def option_defaults(optimizer: str, given: Mapping[str, Any] | None = None) -> dict[str, Any]:

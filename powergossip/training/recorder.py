@@ -96,7 +96,8 @@ class Recorder:
                 allowed, index = c.allow_lost_rows, processes.index
                 self.output = Output(run.name, c.as_dict(), offset, allowed, index)
                 if trainer.restored is not None:
-                    Checkpoints(self.output.folder, processes).return_to(trainer.restored)
+                    kept = Checkpoints(self.output.folder, processes)
+                    kept.return_to(trainer.restored, c.checkpoint)
         own = None if self.output is None else (self.output.folder, self.output.lost_rows)
         found = processes.broadcast(own)
         if found is None:

@@ -41,7 +41,8 @@ def test_numbers_are_those_of_the_reports_named_beside_them() -> None:
     checked = 0
     for item in re.split(r"\n(?=- )", BODY):
         for name in re.findall(r"experiments run\s+(\w+)", item):
-            report = (ROOT / "docs" / "results" / name / "report.md").read_text()
+            folder = ROOT / "docs" / "results" / name
+            report = "".join(p.read_text() for p in (folder / "report.md", *folder.glob("*.csv")))
             for number in re.findall(r"\d+\.\d+(?: ± \d+\.\d+)?", item.split("(`python")[0]):
                 assert number in report, (name, number)
                 checked += 1

@@ -225,10 +225,14 @@ def test_missing_data_are_a_sentence_before_the_first_run(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("DATA", raising=False)
-    run = Run("train", {"task": "Cifar", "download": False})
-    with pytest.raises(BadInput, match=r"cifar-10-python\.tar\.gz from https://"):
-        carry_out(asked(run), folder, 1)
-    assert not folder.of(run).exists()
+    for more, said in (
+        ({}, r"cifar-10-python\.tar\.gz from https://"),
+        ({"data_dir": str(tmp_path)}, f"data_dir={tmp_path}: use a folder"),
+    ):
+        run = Run("train", {"task": "Cifar", "download": False, **more})
+        with pytest.raises(BadInput, match=said):
+            carry_out(asked(run), folder, 1)
+        assert not folder.of(run).exists()
 
 
 def test_a_failed_run_shows_its_sentence(

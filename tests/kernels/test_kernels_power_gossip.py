@@ -156,15 +156,18 @@ def test_nan_reaches_the_neighbors(rank: int) -> None:
         assert result[:, first.stop :].isfinite().all()
 
 
-def test_threads_change_no_bit() -> None:
-    threads, layout = torch.get_num_threads(), Layout([(700, 801), (30, 20)])
+@pytest.mark.parametrize(
+    ("name", "options"), [("dpsgd", {}), ("power-gossip", {"rank": 2, "num_iterations": 2})]
+)
+def test_threads_change_no_bit(name: str, options: dict[str, int]) -> None:
+    """Of enough elements for three threads, and a remainder."""
+    threads, layout = torch.get_num_threads(), Layout([(700, 801), (30, 20), ()])
     results = []
     try:
         for count in (1, 3):
             torch.set_num_threads(count)
             network, x = alone("ring", 2), start(2, layout)
-            averaging = PowerGossip(network, layout, rank=2, num_iterations=2)
-            network.run(averaging.step(x))
+            network.run(algorithms.make(name, network, layout, **options).step(x))
             results.append(x)
     finally:
         torch.set_num_threads(threads)

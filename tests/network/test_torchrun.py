@@ -28,6 +28,7 @@ from powergossip.network import (
     Processes,
     ToAll,
     ToEach,
+    checked_barrier_at_exit,
     processes,
     processes_of,
 )
@@ -235,6 +236,26 @@ def test_the_launcher_decides(tmp_path: Path) -> None:
         ]
         first, _ = [program.communicate(timeout=100)[0] for program in programs]
         assert first.split() == [how, "2", "gloo"]
+
+
+def test_a_process_that_is_lost_at_the_end_is_reported_as_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Python would print a traceback of a function at exit, and go on."""
+
+    class Lost(Processes):
+        def checked_barrier(self, *_: Any) -> None:
+            raise PeerLost("the connection to another process is lost")
+
+    at_exit: list[Any] = []
+    reported: list[BaseException] = []
+    monkeypatch.setattr("atexit.register", at_exit.append)
+    monkeypatch.setattr("sys.excepthook", lambda kind, error, trace: reported.append(error))
+    pair = Lost()
+    pair.size = 2
+    checked_barrier_at_exit(pair, lambda: None)
+    at_exit[0]()
+    assert [type(error) for error in reported] == [PeerLost]
 
 
 def test_processes_meet_in_a_file_as_in_published_drivers(tmp_path: Path) -> None:

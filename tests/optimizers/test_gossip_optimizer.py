@@ -589,6 +589,38 @@ def test_alone_in_lightning_with_clipping_it_is_the_wrapped_optimizer(precision:
     assert torch.equal(*found)
 
 
+@pytest.mark.slow  # imports of Lightning
+@pytest.mark.parallel([2])
+@pytest.mark.filterwarnings("ignore")
+def test_lightning_resumes_to_the_bit(tmp_path: Path) -> None:
+    """It restores the model before `configure_optimizers`, and the optimizer after it."""
+    lightning = pytest.importorskip("lightning")
+    rank = processes().rank
+
+    class Module(lightning.LightningModule):  # type: ignore[name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.model: Any = mlp(rank)
+
+        def training_step(self, batch: Any, t: int) -> Tensor:
+            return loss(self.model, rank, t + 3 * self.current_epoch)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return GossipOptimizer(OPTIMIZERS["momentum"](self.model), "power-gossip")
+
+    def fit(epochs: int, start: Path | None = None) -> Any:
+        quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
+        options = {"accelerator": "cpu", "devices": 1, "strategy": "auto", **quiet}
+        trainer = lightning.Trainer(max_epochs=epochs, gradient_clip_val=1.0, **options)
+        module = Module()
+        trainer.fit(module, range(3), ckpt_path=start)
+        return trainer, numbers(module.model)
+
+    file = tmp_path / f"{rank}.ckpt"
+    fit(2)[0].save_checkpoint(file)
+    assert torch.equal(fit(3, file)[1], fit(3)[1])
+
+
 def test_alone_closures_are_the_wrapped_optimizers() -> None:
     model, reference = mlp(), mlp()
     local = torch.optim.LBFGS(model.parameters(), max_iter=3)
@@ -668,6 +700,19 @@ def test_a_model_that_was_moved_is_noticed() -> None:
         optimizer.step()
     with pytest.raises(RuntimeError, match="after moving the model"), optimizer.mean_model():
         pass
+
+
+@pytest.mark.parallel([2])
+def test_a_model_with_other_parameters_than_the_optimizer_is_noticed() -> None:
+    """Unless these have gradients, or have no other one in their place."""
+    model, optimizer = wrapped(OPTIMIZERS["sgd"], "dpsgd")
+    head, model[4] = model[4], nn.Linear(4, 3)
+    run(model, optimizer, range(1))
+    head.load_state_dict({name: p.clone() for name, p in head.named_parameters()}, assign=True)
+    with pytest.raises(RuntimeError, match=r'"weight" of Linear.*assign=True'):
+        run(model, optimizer, range(1))
+    del head
+    run(model, optimizer, range(1))
 
 
 @pytest.mark.parallel([4])
@@ -834,24 +879,30 @@ def test_an_unfrozen_parameter_is_noticed() -> None:
 
 
 @pytest.mark.parallel([2])
-def test_a_model_that_is_loaded_before_the_optimizer_is_made_gives_a_warning() -> None:
-    """Construction replaces it by that of process 0."""
+@pytest.mark.parametrize("loaded", ["before", "after", "before, then changed", "never"])
+def test_a_model_may_be_loaded_before_or_after_the_optimizer_is_made(loaded: str) -> None:
+    """Construction gives it the values of process 0; the state brings its own back."""
     model, optimizer = wrapped(OPTIMIZERS["momentum"], "power-gossip")
     run(model, optimizer, range(3))
     values, state = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    for is_first in (False, True):
-        model = mlp()
-        if is_first:
-            model.load_state_dict(values)
-        optimizer = GossipOptimizer(OPTIMIZERS["momentum"](model), "power-gossip")
-        optimizer.load_state_dict(state)
-        if not is_first:
-            model.load_state_dict(values)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            run(model, optimizer, range(3, 5))
-        found = ["are not those with which the state was saved" in str(w.message) for w in caught]
-        assert found == [True] * (is_first and processes().rank > 0)
+    run(model, optimizer, range(3, 5))
+    again = mlp()
+    if "before" in loaded:
+        again.load_state_dict(values)
+    optimizer = GossipOptimizer(OPTIMIZERS["momentum"](again), "power-gossip")
+    if "changed" in loaded:
+        again.load_state_dict(mlp(1).state_dict())
+    optimizer.load_state_dict(state)
+    if loaded == "after":
+        again.load_state_dict(values)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run(again, optimizer, range(3, 5))
+    right = loaded in ("before", "after")
+    assert torch.equal(numbers(again), numbers(model)) == right
+    assert (
+        any("not those with which the state was saved" in str(w.message) for w in caught) != right
+    )
 
 
 def test_a_group_may_be_added_before_the_first_step_with_a_loaded_state() -> None:

@@ -146,6 +146,17 @@ def test_a_restored_averager_is_the_same_to_the_bit(at: int, tmp_path: Path) -> 
     assert resumed[2].bits == averager.bits > bits
 
 
+def test_the_steps_of_loaded_states_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the next step, also if it is one without gossip."""
+    barriers = barriers_of(monkeypatch)
+    model, optimizer, averager = averaged(process_group=ALONE, period=2)
+    run(model, optimizer, range(3), worker=0)
+    before = len(barriers())
+    averager.load_state_dict(averager.state_dict())
+    run(model, optimizer, range(3, 6), worker=0)
+    assert barriers()[before:] == [3]
+
+
 @pytest.mark.parallel([4])
 def test_groups_that_are_added_are_averaged_and_restored() -> None:
     def made() -> tuple[Any, PostLocalSGDOptimizer, GossipModelAverager]:

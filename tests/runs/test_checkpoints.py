@@ -462,7 +462,7 @@ def test_a_damaged_run_is_rejected_and_kept(kind: str, three: Path, tmp_path: Pa
 
 
 def test_a_run_goes_back_to_its_best_checkpoint(tmp_path: Path) -> None:
-    """Later ones continue from there."""
+    """Later ones continue from there. If it is damaged, the run goes on, without it."""
     changes = SMALL | {"momentum": 0.0, "lr_schedule_milestones": [[2, 150]]}
     run(tmp_path / "whole", changes)
     run(tmp_path / "back", changes)
@@ -470,6 +470,11 @@ def test_a_run_goes_back_to_its_best_checkpoint(tmp_path: Path) -> None:
     best = kept.describe("best")
     assert best is not None
     assert best["step"] < STEPS
+    shutil.copytree(tmp_path / "back", tmp_path / "damaged")
+    damage(tmp_path / "damaged" / "checkpoints" / best["folder"] / "part-0.pt", "flipped")
+    run(tmp_path / "damaged", changes | {"resume": True, "checkpoint": "best"})
+    others = Checkpoints(tmp_path / "damaged", Processes())
+    assert others.describe("best") == others.describe("last") == kept.describe("last")
     killed(
         tmp_path / "back", changes | {"resume": True, "checkpoint": "best"}, "step", best["step"]
     )
