@@ -36,7 +36,7 @@ def _word(purpose: str) -> int:
 
 
 def generator(seed: int, purpose: str, *ids: int) -> np.random.Generator:
-    """A numpy generator for this purpose alone, e.g. `generator(seed, "shuffle", epoch)`."""
+    """A numpy generator for this purpose alone, such as `generator(seed, "shuffle", epoch)`."""
     return np.random.default_rng(seed_sequence(seed, purpose, *ids))
 
 

@@ -58,7 +58,7 @@ class Config:
 
 @dataclass
 class Settings(Config):
-    """The checked configuration of a sweep, see settings.checked."""
+    """The checked configuration of a sweep, see config_checks.checked."""
 
     n_workers: int = 1
     algorithm: list[str] = field(default_factory=list)

@@ -47,7 +47,7 @@ class VirtualClock:
     Attributes:
         now: Virtual seconds since the start.
         workers: The workers alive, by index.
-        order: Entries for order.write.
+        order: Entries for event_log.write.
     """
 
     def __init__(

@@ -104,8 +104,8 @@ class Policy:
 class Worker:
     """A worker: its edges, its learning rule, and the order of their steps.
 
-    Each step whose rule is `exchanging` has exchanges.rounds exchanges on each edge, or fewer where
-    it does not wait.
+    Each step whose rule is `exchanging` has `rounds` exchanges on each edge, or fewer where it does
+    not wait.
 
     Args:
         view: Versions of all workers as this one knows them.

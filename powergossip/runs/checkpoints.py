@@ -17,7 +17,8 @@ A run goes on from the other one if the last one is damaged.
 The index is replaced atomically once all parts of a new checkpoint are on the disk. A process that
 is killed while it writes does not damage the previous checkpoints. Another one then replaces the
 index. A process that was stopped, and is regarded as lost, changes neither index nor checkpoints
-when it continues (see files.Drafts). The next `save` removes folders that are not in the index.
+when it continues (see atomic_files.Drafts). The next `save` removes folders that are not in the
+index.
 """
 
 import errno

@@ -45,7 +45,7 @@ class Output:
     """The folder of a run, with its configuration and open logs.
 
     Methods, too, raise Dropped if another process has taken over. A process that was stopped then
-    changes nothing when it continues, see files.Drafts.
+    changes nothing when it continues, see atomic_files.Drafts.
 
     Args:
         name: Name of the folder, where {date} stands for the date of a new one. None: DATED.
@@ -61,8 +61,8 @@ class Output:
         lost_rows: Whether rows were missing.
 
     Raises:
-        ValueError: If the folder cannot be written, contains a run and neither config.overwrite nor
-            `offset` is set, or lacks rows of a run to resume, or if a tracker cannot begin or
+        ValueError: If the folder cannot be written, contains a run although neither overwrite nor `offset`
+            is set, or lacks rows of a run to resume, or if a tracker cannot begin or
             continue its run. Nothing is changed then.
     """
 

@@ -110,8 +110,8 @@ def make(
         shuffled_ratio: Fraction of the sorted samples that is shuffled, in [0, 1].
         reshuffle: Whether samples are repartitioned every epoch. False: fixed shards. Without
             effect on non-IID shards, which are fixed.
-        data_dir: The folder with the data files. None: the default places (see `files`). Tasks on
-            data from a library need none.
+        data_dir: The folder with the data files. None: the default places (see `data_files`). Tasks
+            on data from a library need none.
         download: Whether to download data that are in none of these places.
         dirichlet_alpha: Parameter α of non-IID shards: the label proportions of each worker are
             sampled from Dirichlet(α·1). Small α: few labels per worker. The shards are fixed. None:

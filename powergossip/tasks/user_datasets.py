@@ -40,7 +40,7 @@ class Datasets:
     the labels on the last axis of the outputs, and the metric accuracy beside it. Targets of −100
     are ignored. For floating-point targets it is the mean squared error. A loss is logged as
     cross_entropy or mse, or as loss if it is given. The main metric is the accuracy, or else the
-    loss. Labels are those of train.targets, or of the samples.
+    loss. Labels are the `targets` of the training data, or else the labels of its samples.
 
     Attributes:
         train: Training data, map-style: d[i] for 0 ≤ i < len(d). A sample is (input, ..., target).

@@ -165,7 +165,8 @@ class Settings(RunKeys):
     """The checked configuration of a run: the task's and the method's defaults in place of null.
 
     Attributes:
-        options: Values of the keys optimizer_X, by X, of the method alone. See settings.checked.
+        options: Values of the keys optimizer_X, by X, of the method alone. See
+            config_checks.checked.
     """
 
     n_workers: int = 1

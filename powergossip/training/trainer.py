@@ -27,7 +27,7 @@ class Trainer:
     """Trains the workers of a run. All processes construct it and call its methods together.
 
     Args:
-        config: Configuration as returned by `settings.checked`.
+        config: Configuration as returned by `config_checks.checked`.
         hooks: Hooks that receive rows and facts, on process 0.
         resume_from: Output folder of a run to resume from its last checkpoint, if it has one. With
             config.evaluate_only, the checkpoint is the one that config.checkpoint names.

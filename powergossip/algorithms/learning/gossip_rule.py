@@ -352,12 +352,12 @@ class GossipRule:
 
     @property
     def kept(self) -> list[str]:
-        """See rule.Learning."""
+        """See interface.Learning."""
         return [name for name, kind in self.state.items() if kind is Variable.KEPT]
 
     @property
     def conserved(self) -> list[str]:
-        """See rule.Learning."""
+        """See interface.Learning."""
         return [name for name, kind in self.state.items() if kind is Variable.CONSERVED]
 
     def variables_dict(self, in_step: bool = True) -> dict[str, Any]:
