@@ -77,8 +77,8 @@ def task(options: TaskOptions) -> Task:
         evaluation       text of the test rows: test (default) or validation
         validation_text  log rows split=valid on the validation text. Default: false
 
-    Further options are those of the models. By default an LSTM has three layers of 650 units and
-    dropout 0.4, on topics one layer of 128 units and dropout 0.2.
+    The models have further options. By default an LSTM has three layers of 650 units and dropout
+    0.4, on topics one layer of 128 units and dropout 0.2.
 
     Raises ValueError if the text is not found or damaged, or if the options do not match it.
     """
@@ -288,7 +288,7 @@ class LanguageModeling(LanguageTask):
     def steps_per_epoch(self) -> int:
         """Number of sequences per stream in the smallest piece, for all workers.
 
-        The last sequence may be shorter. It is left out with `drop_last`.
+        The last sequence may be shorter. `drop_last` omits it.
         """
         return self._steps_per_epoch
 
@@ -309,7 +309,7 @@ class LanguageModeling(LanguageTask):
 
     @property
     def samples(self) -> Mapping[Split, int]:
-        """Number of words of each split. "valid" is left out if there is no validation text."""
+        """Number of words of each split. "valid" is absent without validation text."""
         return {name: len(text) for name, text in self._texts.items()}
 
     def batch(self, worker: int, epoch: int, step: int) -> Batch:

@@ -58,7 +58,8 @@ def with_own(
 
 
 def _build(own: Named, options: TaskOptions, offered: Mapping[str, Any]) -> nn.Module:
-    """The model that a function of the user returns. Raises ValueError if it is none."""
+    """The model that a function of the user returns. Raises ValueError if it is not an
+    nn.Module."""
     model = own(options.task_options, offered)
     if not isinstance(model, nn.Module):
         raise ValueError(f"{own.label} returned a {type(model).__name__}; return a torch.nn.Module")

@@ -77,7 +77,7 @@ class Shards:
         if options.placement is not None:
             self._place(labels, options.placement)
         self.steps_per_epoch = n_batches(smallest, options.batch_size, options.drop_last)
-        # Epoch, lost workers → samples, worker after worker, and where those of a worker begin.
+        # Epoch, lost workers → samples, worker after worker, and where each worker's samples begin.
         self._orders: OrderedDict[tuple[int, frozenset[int]], tuple[Tensor, list[int]]] = (
             OrderedDict()
         )
@@ -127,7 +127,7 @@ class Shards:
         return order[on_device(torch.from_numpy(places), order.device)]
 
     def _order(self, epoch: int, lost: frozenset[int]) -> tuple[Tensor, list[int]]:
-        """The samples of all workers in an epoch, and where those of a worker begin."""
+        """The samples of all workers in an epoch, and where each worker's samples begin."""
         key = epoch, lost
         if key not in self._orders:
             pieces = self._pieces(epoch, lost)
@@ -157,7 +157,7 @@ class Shards:
 
 
 def held_out(labels: Tensor, ratio: float) -> np.ndarray:
-    """Whether a sample is held out for validation: bool [sample].
+    """True where a sample is held out for validation: bool [sample].
 
     A function of labels [sample] and ratio alone, hence the same for all workers and seeds. Each
     label loses the same fraction of its samples, up to rounding. Raises ValueError as

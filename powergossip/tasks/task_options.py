@@ -35,7 +35,7 @@ FRACTION = Kind(
 
 
 def _all(accepts: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """Whether this is a list of finite numbers that are accepted."""
+    """True for a list of finite numbers that are all accepted."""
     return lambda values: (
         isinstance(values, Sequence)
         and all(

@@ -198,8 +198,8 @@ def _make(
 ) -> tuple[Tokenizer, str | None]:
     """The tokenizer of this name, and its file in the cache.
 
-    Byte pairs are trained on the documents of these names, unless the cache has those of the same
-    text. Raises BadValue if the text has too few.
+    Byte pairs are trained on the documents of these names, unless the cache has byte pairs of the
+    same text. Raises BadValue if the text has too few.
     """
     _, _, size = tokenizer.partition("-")
     if not size:

@@ -55,8 +55,8 @@ class Datasets:
         derived: Function of the means of the metrics that returns further metrics, such as {"rmse":
             mse ** 0.5}.
         main_metric: The metric that chooses the best checkpoint.
-        larger_is_better: Whether a larger main metric is better. It may be left out for accuracy
-            and for the loss.
+        larger_is_better: True if a larger main metric is better. It may be omitted for accuracy and
+            for the loss.
         forward: forward(model, batch), which returns (outputs, targets).
         collate: Function of a list of samples that returns a batch.
         labels: Labels of the training data: an integer for each sample, for partitions by label.
@@ -166,7 +166,7 @@ class DatasetTask:
         return torch.cat(targets)
 
     def _held_out(self, labels: Tensor | None, size: int) -> np.ndarray:
-        """Whether a training sample is held out for validation: bool [sample]."""
+        """True where a training sample is held out for validation: bool [sample]."""
         ratio = self._options.validation_ratio
         if self._datasets.valid is not None and ratio:
             raise ValueError(
@@ -202,7 +202,7 @@ class DatasetTask:
 
     @property
     def samples(self) -> Mapping[Split, int]:
-        """Number of samples of each split. "valid" is left out if there is no validation data."""
+        """Number of samples of each split. "valid" is absent without validation data."""
         return {split: len(indices) for split, indices in self._indices.items()}
 
     @property
@@ -313,7 +313,7 @@ class DatasetTask:
         return MainMetric(name, name == "accuracy" if higher is None else higher)
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        """The mean loss of a batch, and the metrics: the loss and those of the data sets."""
+        """The mean loss of a batch, and the metrics: the loss and the data sets' metrics."""
         outputs, targets = self._forward(model, batch)
         return self._measured(outputs, targets)
 
@@ -381,7 +381,8 @@ class DatasetTask:
         first, last = (len(batches) * bound // n for bound in (i, i + 1))
         sums: dict[str, Tensor] = {}
         count = 0.0
-        # Of an empty part, a batch counts 0 times: the names of the metrics are those of the rest.
+        # A batch stands for an empty part and counts 0 times: all parts have metrics of the same
+        # names.
         chosen = batches[first:last] or batches[:1]
         with torch.no_grad(), modules.evaluation_mode(model):
             for samples, batch in self._evaluation_batches(split, chosen):
