@@ -58,7 +58,7 @@ class Origin:
 
     Attributes:
         place: "the command line", "FILE.yaml, line 3", or "config" of DRIVER.
-        explicit: Whether it was given for this run, on the command line or in a hand-written file,
+        explicit: True if it was given for this run, on the command line or in a hand-written file,
             not in a saved configuration or by a driver.
     """
 
@@ -135,8 +135,8 @@ def read_command_line(
 
 
 class _Typed(DictConfig):
-    """A configuration whose assignments, and those of its copies, raise BadInput, with one
-    sentence."""
+    """A configuration in which bad assignments raise BadInput, with one sentence, as in its
+    copies."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Typed":
         found = super().__deepcopy__(memo)
@@ -155,8 +155,8 @@ class _Typed(DictConfig):
 
 
 def _without_numpy(value: Any) -> Any:
-    """A value of numpy as one of Python, such as those of np.arange and np.logspace in a sweep.
-    Those in lists and dictionaries, too."""
+    """Convert values of numpy, as from np.arange and np.logspace in a sweep, to Python's. Values in
+    lists and dictionaries, too."""
     if type(value) is dict:
         return {key: _without_numpy(entry) for key, entry in value.items()}
     if type(value) in (list, tuple):
@@ -378,7 +378,7 @@ def _of_file(config: DictConfig, file: str) -> list[_Assignment]:
 
 
 def _is_of_own_method(config: DictConfig, key: object) -> bool:
-    """Whether a saved key is an option of a script's own method. Its row has the value."""
+    """True if a saved key is an option of a script's own method. Its row has the value."""
     return key not in config and str(key).startswith(OPTION)
 
 

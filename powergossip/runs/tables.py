@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 def summary(rows: "DataFrame", time_is_virtual: bool = False) -> str:
     """Return the table at the end of a training run as plain text: accuracy, bits, time.
 
-    Each line shows the last epoch that has its rows. A line without rows is left out. Megabytes are
+    Each line shows the last epoch that has its rows. A line without rows is omitted. Megabytes are
     10⁶ bytes.
 
     Args:
-        time_is_virtual: Whether the column seconds is that of the virtual clock. Phases are in real
+        time_is_virtual: True if the column seconds shows the virtual clock. Phases are in real
             seconds.
     """
     lines: list[tuple[str, str]] = []
@@ -160,7 +160,7 @@ def by_setting(rows: "DataFrame") -> "dict[tuple[str, ...], DataFrame]":
     ordered by epoch.
 
     Raises:
-        ValueError: If there are none.
+        ValueError: If there are no such rows.
     """
     tags = ["algorithm", "diffusion_rate", "theta"]
     chosen = rows[rows["name"].isin(["error", "diverged"])].sort_values("epoch", kind="stable")
