@@ -34,7 +34,7 @@ def processes(
             torch.distributed if the program has made it, and this process alone. gloo and nccl also
             accept the variables RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, a `file`, and
             mpirun, whose processes then exchange their addresses by MPI.
-        file: A file in a common folder, in which processes that no launcher has started find each
+        file: A file in a common folder, where processes that no launcher has started find each
             other: this one has index `rank` of `size`.
 
     Raises:
@@ -64,8 +64,8 @@ def processes(
 
 
 def processes_of(group: Any = None) -> Processes:
-    """The processes of a group: None for those of the run, a ProcessGroup of torch.distributed, a
-    communicator of mpi4py, or Processes.
+    """The processes of a group: None for all processes of the run, a ProcessGroup of
+    torch.distributed, a communicator of mpi4py, or Processes.
 
     All members call it. They get the same object each time. Messages use a copy of the group.
     """
@@ -113,7 +113,8 @@ def _of_group(group: dist.ProcessGroup, backend: str = "auto") -> Processes:
 
 
 def processes_of_replicas(group: dist.ProcessGroup, shards: dist.ProcessGroup) -> Processes:
-    """The processes with the same shard of all replicas, where `shards` are those of a replica.
+    """The processes with the same shard of all replicas, where `shards` are the processes of a
+    replica.
 
     All processes of the replicas call it.
     """
