@@ -19,7 +19,7 @@ _Line: TypeAlias = tuple[int, list[str]]  # its number and words
 
 
 def is_path(name: str) -> bool:
-    """Whether a value of `topology` is the path of a file instead of a name."""
+    """True if a value of `topology` is the path of a file instead of a name."""
     separators = {os.sep, "/", os.altsep or os.sep}
     return (
         any(s in name for s in separators)
@@ -39,7 +39,8 @@ def from_file(
     - Adjacency list: a worker followed by its neighbors, each edge once or twice.
     - `#` starts a comment, and `%` a line that is one.
     - The first line may be the number of workers, or names of columns. Where it is the number of
-      workers, maybe with that of edges (METIS), each further line may have the neighbors only.
+      workers, maybe with the number of edges (METIS), each further line may have the neighbors
+      only.
 
     The suffix .edgelist or .adjlist determines the format. For other suffixes the contents do:
     lines of two names mean the same in both formats. If the names are 0 … n−1, they are the worker
@@ -48,7 +49,7 @@ def from_file(
 
     Args:
         weights: Weights of an undirected graph.
-        directed: Whether the first worker of a line sends to the others, as in files of networkx's
+        directed: True if the first worker of a line sends to the others, as in files of networkx's
             DiGraph. See `_directed` for the weights.
 
     Raises:

@@ -82,7 +82,7 @@ def of_edges(
 
 
 def adjacency(n_workers: int, edges: np.ndarray) -> csr_array:
-    """0/1 matrix of directed edges (row, column), [edge, 2], without those of the diagonal.
+    """0/1 matrix of directed edges (row, column), [edge, 2], without the diagonal.
 
     csr [worker, worker], columns sorted.
     """
@@ -181,7 +181,7 @@ def binary_tree(n_workers: int, seed: int, *, weights: Weights = metropolis_hast
 def double_binary_tree(
     n_workers: int, seed: int, *, weights: Weights = metropolis_hastings
 ) -> Topology:
-    """The edges of two binary trees: that of `binary_tree`, and the same with reversed indices.
+    """The edges of two binary trees: `binary_tree`, and the same with reversed indices.
 
     In the second tree, worker i has the place of n − 1 − i. A worker has at most three neighbors in
     a tree and four in all: it is a leaf in one of them, or, in the middle of an odd number of
@@ -331,7 +331,7 @@ def random_regular(
     degree: int | None = None,
     weights: Weights = metropolis_hastings,
 ) -> Topology:
-    """A random connected graph in which every worker has `degree` neighbors.
+    """A random connected graph where every worker has `degree` neighbors.
 
     Args:
         degree: Number of neighbors, less than n, with n · degree even, by default 4 (n − 1 for
