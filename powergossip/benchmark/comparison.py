@@ -54,15 +54,16 @@ class Line:
     def to_target(self, key: str) -> list[float]:
         """The value of each run where the mean model reaches the target, ∞ if it does not.
 
-        Linear between evaluations, but for consensus, where there are many: the first one. At most
-        this much where it is that of the first one, see `is_bound`. [] if a run diverged.
+        Linear between evaluations, but for consensus, where there are many: the first one. The
+        value is an upper bound where it is the first evaluation's, see `is_bound`. [] if a run
+        diverged.
         """
         kept = [] if self.diverged else self.runs
         return [self._reached(run["evaluations"], key) for run in kept]
 
     @property
     def is_bound(self) -> bool:
-        """Whether a run has reached the target before its first evaluation."""
+        """True if a run has reached the target before its first evaluation."""
         sign = 1 if self.task.measure.larger_is_better else -1
         return any(sign * (run["evaluations"][0]["mean"] - self.target) >= 0 for run in self.runs)
 
@@ -89,7 +90,7 @@ class Line:
 
 
 def same_data(task: BenchmarkTask, first: str, second: str) -> bool:
-    """Whether results with these hashes are of the same data.
+    """True if results with these hashes are of the same data.
 
     Matrices of consensus always are. They are computed, so that their last bits depend on the
     processor.
@@ -149,10 +150,10 @@ def pair(first: Line, second: Line) -> Pair:
 
 
 def difference(first: Line, second: Line, level: float = LEVEL) -> tuple[float, float]:
-    """The mean of first − second over the seeds of which neither run diverged.
+    """The mean of first − second over the seeds whose two runs did not diverge.
 
     Returns it, and half of its interval, at least the resolution: equal differences of a few seeds
-    are no proof. The interval of less than two seeds has no ends. It is about the seeds, not about
+    prove nothing. The interval of less than two seeds has no ends. It is about the seeds, not about
     other test data.
     """
     of_second = {run["seed"]: run["evaluations"][-1]["mean"] for run in second.runs}

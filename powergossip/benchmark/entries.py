@@ -34,7 +34,7 @@ from powergossip.training.config import RunKeys
 KEYS = set(RunKeys.__dataclass_fields__)  # of train.py, beside the options of methods
 DPSGD = "dpsgd"  # averaging without a learning rule
 MODULE = "benchmark_entry"  # name of a user's file as a module
-ALL = "all"  # in place of the name of a task, all tasks without a list of their own
+ALL = "all"  # in place of the name of a task, all tasks without their own list
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,10 @@ class Entry:
     """A method with its settings.
 
     Attributes:
-        source: Text of the user's file. "" for one of the library.
-        settings: Settings of each task that the method takes part in, in the order in which they
-            are tried.
-        demanded: Tasks that have a list of their own. Of the others, those that do not accept the
-            settings are left out.
+        source: Text of the user's file. "" for an entry of the library.
+        settings: Settings of each task that the method takes part in, in the order of their trials.
+        demanded: Tasks that have their own list. Other tasks are skipped if they do not accept the
+            settings.
     """
 
     name: str
@@ -65,7 +64,7 @@ def find(text: str) -> Entry:
     """The entry of a library's method by its name, of a file NAME.py, or of a file of results.
 
     Raises:
-        BadInput: If there is none, or if its settings are not accepted.
+        BadInput: If there is no such entry, or if its settings are not accepted.
     """
     path = Path(text)
     if text in library.ENTRIES:
@@ -101,7 +100,7 @@ def of_source(source: str, path: Path, name: str | None = None) -> Entry:
     """The entry of a user's file with this text, which is executed. Raises BadInput.
 
     Args:
-        name: Its name where the file has none. None: that of the path.
+        name: Its name where the file has none. None: the path's name.
     """
     module = ModuleType(MODULE)
     module.__file__ = str(path)
@@ -162,7 +161,8 @@ def _entry(name: str, source: str, given: Any) -> Entry:
 
 
 def _settings(task: BenchmarkTask, given: Any, of_all: bool) -> list[Values]:
-    """Check the settings of a task. Of those of all tasks, consensus takes the keys it has."""
+    """Check the settings of a task. From the settings of all tasks, consensus takes the keys it
+    has."""
     ok = isinstance(given, Sequence) and all(
         isinstance(s, Mapping) and isinstance(s.get("optimizer"), str) for s in given
     )

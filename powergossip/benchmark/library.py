@@ -1,6 +1,6 @@
 """Settings of the library's methods.
 
-The order of settings is that of the quick tier, which tries the first ones only.
+The quick tier tries only the first settings, in this order.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,7 +32,7 @@ def _method(
     """Learning rates on all tasks, and settings of agreement: by default without options.
 
     Args:
-        late: Whether the method has exchanges that may be late or lost.
+        late: True if the method has exchanges that may be late or lost.
     """
     values: Values = {"optimizer": optimizer, **more}
     of_method = [key for key in values if key.startswith("optimizer") or key in OF_GRAPH]
@@ -56,7 +56,7 @@ def _compressed(optimizer: str, **more: Any) -> Settings:
 
 
 def _learning(rule: str, optimizer: str = "dpsgd", *, late: bool = True, **more: Any) -> Settings:
-    """A learning rule. Agreement is that of its averaging rule alone."""
+    """A learning rule. It has no settings of agreement, which concerns its averaging rule alone."""
     return _method(optimizer, consensus=(), late=late, learning=rule, **more)
 
 

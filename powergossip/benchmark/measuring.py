@@ -91,7 +91,7 @@ def _method(values: Values) -> PredictedMethod:
 
 
 def _scaled(traffic: Traffic, topology: Topology, method: PredictedMethod, bits: float) -> Traffic:
-    """Messages as long as those of the run, whose learning rule may send more variables.
+    """Messages as long as the run's, whose learning rule may send more variables.
 
     Args:
         bits: Bits that the worker with most receivers sends in a step.
@@ -115,7 +115,7 @@ def _scaled(traffic: Traffic, topology: Topology, method: PredictedMethod, bits:
 
 
 def busiest(folder: Path) -> float:
-    """The bits of the worker that has sent the most in a run, beside those of worker 0.
+    """The bits of the worker that has sent the most in a run, relative to worker 0's bits.
 
     1 for a run that diverged before its first checkpoint.
     """

@@ -134,7 +134,7 @@ def pairs(own: Line, found: Sequence[Line]) -> Table:
 
 
 def _multiple(of: Sequence[float], than: Sequence[float]) -> str:
-    """The mean of values as a multiple of that of others."""
+    """The mean of values as a multiple of the mean of others."""
     if not of or not any(than):
         return ""
     return f"{sum(of) / len(of) * len(than) / sum(than):.3g}"

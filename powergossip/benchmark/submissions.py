@@ -27,8 +27,8 @@ OF_LIBRARY = Path(__file__).parent / "submissions"
 def save(entry: Entry, tier: str, tasks: Mapping[str, Any], folder: Path) -> tuple[Path, str]:
     """Write the results of a tier into the entry's file. Returns its path, and a note or "".
 
-    Results of other tiers and tasks are kept if they are those of the same source. A file of
-    another source is renamed.
+    Results of other tiers and tasks are kept if the same source produced them. A file of another
+    source is renamed.
     """
     path, note = folder / f"{entry.name}.json", ""
     content: dict[str, Any] = {"name": entry.name, "source": entry.source, "tiers": {}}
@@ -115,9 +115,10 @@ def _optional(number: Any) -> Any:
 
 
 def read_all(folders: list[Path], warn: Callable[[str], None] = print) -> list[dict[str, Any]]:
-    """The results in some folders. Later ones add tasks to those of the same entry and source.
+    """The results in some folders. Later ones add tasks to earlier ones of the same entry and
+    source.
 
-    Of two sources of an entry, the last one counts. Files without results are left out with a
+    Of two sources of an entry, the last one counts. Files without results are skipped with a
     warning.
     """
     found: dict[str, Any] = {}
@@ -176,7 +177,7 @@ def problems(found: Mapping[str, Any], again: Mapping[str, Any] | None = None) -
 
 
 def common_tasks(found: Mapping[str, Any], again: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The tiers and tasks of which both files have results, of the same data."""
+    """The tiers and tasks with results in both files, of the same data."""
     return [
         (tier, task)
         for tier, tasks in found["tiers"].items()
