@@ -5,7 +5,7 @@ positional: the network and the layout, for instance. The parameters with a defa
 options, under the names that configurations and command lines use. No other list of them exists.
 
 A row with a parameter such as `compressor` and with `**compressor_options` chooses from another
-registry. Its options then include those of the chosen row.
+registry. Its options then include the chosen row's.
 
 A row whose last required parameter is called `options` gets all options in one object.
 """
@@ -29,14 +29,13 @@ def find(registry: Registry, kind: str, name: object) -> Builder:
 
 
 def is_of_library(row: Any) -> bool:
-    """Whether a class or function is one of this package, not of a script."""
+    """True if a class or function is from this package, not from a script."""
     return str(row.__module__).partition(".")[0] == __name__.partition(".")[0]
 
 
 def are_of_library(*rows: Any) -> bool:
-    """Whether these rows are of this package, also with values bound by `functools.partial`.
-
-    None is left out.
+    """True if these rows are from this package, also with values bound by `functools.partial`. None
+    is ignored.
     """
     return all(is_of_library(getattr(row, "func", row)) for row in rows if row is not None)
 
@@ -75,7 +74,7 @@ def defaults(
 
 
 def takes_all(row: Builder) -> bool:
-    """Whether the row gets all options in one object, as its last required parameter."""
+    """True if the row gets all options in one object, as its last required parameter."""
     required = [
         p.name
         for p in inspect.signature(row).parameters.values()

@@ -6,8 +6,8 @@ thus do not affect the numbers. There are two kinds:
 - `generator(seed, purpose, *ids)`: a numpy generator, for rare or bulk sampling (shuffling, data,
   graphs).
 - `keys` with `bits`, `uniform` or `normal`: counter-based streams. The numbers are a function of
-  (key, counter). There is no state to save, the two ends of an edge cannot fall out of step, and
-  the streams of all edges are sampled by one batched expression on any device.
+  (key, counter). Streams have no state to save, the two ends of an edge cannot fall out of step,
+  and the streams of all edges are sampled by one batched expression on any device.
 """
 
 import hashlib
@@ -63,8 +63,8 @@ def seed_torch(seed: int, device: torch.device) -> None:
 def keys(seed: int, purpose: str, ids: Iterable[tuple[int, ...]]) -> Tensor:
     """One 64-bit key for each tuple of ids: int64 [number of tuples], for `bits`.
 
-    The tuples are of one length. A key is that of `seed_sequence`, generate_state(1, uint64). All
-    are computed at once, a hundred times as fast, by its algorithm.
+    The tuples are of one length. A key is `seed_sequence(…).generate_state(1, uint64)`. All are
+    computed at once, a hundred times as fast, by its algorithm.
 
     References:
         O'Neill (2015), pcg-random.org/posts/developing-a-seed_seq-alternative.html, seed_seq_fe128,
