@@ -69,5 +69,5 @@ class Settings(Config):
 
     @property
     def by_edges(self) -> bool:
-        """Whether workers exchange with one neighbor at a time, each in its own steps."""
+        """True if workers exchange with one neighbor at a time, each in its own steps."""
         return self.scenario is not None or self.gossip != "synchronous"
