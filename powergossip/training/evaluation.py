@@ -53,10 +53,10 @@ class Evaluation:
     def __call__(self, epoch: int, step: int, sums: Mapping[str, Tensor]) -> tuple[str, float]:
         """Log the rows after this number of epochs and steps.
 
-        `sums` are those of the batches' metrics over the last epoch, each [worker]. Returns a text
-        for the progress bar, and a score: the larger, the better. It is that of the mean model if
-        it is evaluated, else the mean over workers. Validation data come before test data.
-        The text is about test data if they are evaluated.
+        `sums` are sums of the batches' metrics over the last epoch, each [worker]. Returns a text
+        for the progress bar, and a score: the larger, the better. The score is the mean model's if
+        that is evaluated, else the mean over workers. Validation data come before test data. The
+        text is about test data if they are evaluated.
         """
         view = self._view
         # The messages are in flight while the workers' models are evaluated.
@@ -139,8 +139,8 @@ class Evaluation:
     def _of_mean_model(self) -> Columns:
         """The sums of metrics of the mean of all workers' models, on this process's part of data.
 
-        They are in the row of the first hosted worker, those of the others are zero. Batch norm's
-        running statistics are the workers' mean, or recalibrated on training data.
+        They are in the row of the first hosted worker; the rows of the others are zero. Batch
+        norm's running statistics are the workers' mean, or recalibrated on training data.
         """
         mean_model, processes = self.mean_model, self._view.processes
         if self._config.mean_model_statistics == "recalibrated":

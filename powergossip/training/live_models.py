@@ -36,7 +36,7 @@ class AliveWorkers:
 
     @property
     def varies(self) -> bool:
-        """Whether workers can be lost, or join."""
+        """True if workers can be lost, or join."""
         return self._alive is not None
 
     @property
@@ -46,7 +46,7 @@ class AliveWorkers:
 
     @property
     def workers(self) -> Sequence[int]:
-        """Those of them that this process hosts."""
+        """The workers that this process hosts."""
         alive = set(self.alive)
         return [worker for worker in self._network.workers if worker in alive]
 

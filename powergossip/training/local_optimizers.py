@@ -16,7 +16,7 @@ from powergossip.training.muon import Muon, Rows, hidden_matrices
 
 
 def _leave_dynamo_out() -> None:
-    """Let methods of torch's optimizers be themselves, since nothing compiles them.
+    """Make methods of torch's optimizers bypass torch._dynamo, since nothing compiles them.
 
     At their first call they import torch._dynamo, which takes as long as torch, only to leave
     themselves out of what torch.compile compiles.
@@ -66,7 +66,7 @@ def _muon(x: Rows, parameters: Parameters, c: Settings, momentum: float) -> torc
     )
 
 
-# The names that users choose from. A row of the state is that of a worker.
+# The names that users choose from. A row of the state is a worker's state.
 LOCAL_OPTIMIZERS: dict[str, Callable[[Rows, Any, Any, float], torch.optim.Optimizer]] = {
     "sgd": _sgd,
     "adamw": _adamw,
@@ -78,7 +78,7 @@ DECOUPLED = ("adamw", "muon")  # weight decay apart from the gradient
 class LocalOptimizer:
     """x ← (1 − η λ) x − η u(g) for the flat buffer x of all hosted workers.
 
-    The decay λ is that of optimizers with decoupled weight decay, and spares normalization layers.
+    The decay λ is for optimizers with decoupled weight decay, and spares normalization layers.
     Otherwise it is 0 here, and `coupled_decay` is the λ that a learning rule adds to the gradient.
 
     Args:
@@ -169,7 +169,7 @@ def _of_all(values: list[Any]) -> Tensor | None:
 
 
 def _of_row(value: Tensor | None, i: int) -> Tensor | None:
-    """The state of row i in that of all."""
+    """The state of row i, from the state of all rows."""
     if value is None:
         return None
     return value[i : i + 1] if value.ndim else value.clone()

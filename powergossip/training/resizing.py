@@ -17,8 +17,8 @@ the mean of all n models before::
     x_i ← x_i + x̄ − (1/m) Σ_{j<m} x_j               x̄ = Σ_{j<n} w_j x_j / Σ_{j<n} w_j
 
 The mean model is the result of the updates of all workers, while a single model is a noisy one:
-without the shift, part of the updates of those that leave would be lost. The weights w_j are those
-of push-sum, which conserves Σ w_j x_j, and begin as 1 again. For all other methods they are 1.
+without the shift, part of the updates of departing workers would be lost. The weights w_j are
+push-sum's, which conserves Σ w_j x_j, and begin as 1 again. For all other methods they are 1.
 Residuals of compressed gradients are shifted in the same way, since they are updates still to come.
 Running statistics and moments are not, because some of them must not become negative.
 
@@ -178,7 +178,7 @@ class _Rows:
         """The rows of the hosted workers of m: kept ones, and the mean for new workers.
 
         Args:
-            conserved: Whether all rows are shifted, so that their mean is the one before.
+            conserved: True if all rows are shifted, so that their mean is the one before.
         """
         rows = join(self._rows)
 
@@ -195,7 +195,7 @@ class _Rows:
 
 
 def _staying(workers: range, before: int) -> range:
-    """Those of the workers that were there before."""
+    """The workers of this range that were there before."""
     return range(workers.start, max(workers.start, min(workers.stop, before)))
 
 

@@ -117,7 +117,7 @@ class EdgeWorkers:
         """The metrics of an epoch, each [worker].
 
         They are the means of a worker's batches since the last call, times the steps of an epoch.
-        A worker without a step in the meantime has those of the last epoch.
+        A worker without a step in the meantime keeps its means of the last epoch.
         """
         for name, pairs in self._sums.items():
             # A worker without a step has its last value, or at first the mean of the others.
