@@ -207,9 +207,9 @@ _YAML = {"None": "null", "True": "true", "False": "false"}
 def report(error: Exception) -> None:
     """Print the text of an error to the standard error, with the values null, true and false.
 
-    After SIGTERM, to mpirun's error output: Open MPI's sends SIGTERM to processes that it is about
-    to kill and discards their output. If it writes to a file, its next output could take the place
-    of the text, which is therefore printed in the usual way as well.
+    After SIGTERM, print it to mpirun's standard error: Open MPI's mpirun sends SIGTERM to processes
+    that it is about to kill and discards their output. If it writes to a file, its next output
+    could take the place of the text, which is therefore printed in the usual way as well.
     """
     text = re.sub(r"(?<=[= ])(None|True|False)\b", lambda word: _YAML[word[0]], str(error))
     if isinstance(error, Signaled) and error.signal == signal.SIGTERM:
