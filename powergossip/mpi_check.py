@@ -12,8 +12,8 @@ Then the link between each pair of processes is measured. Option --quick skips t
                first of 64 KiB, 256 KiB and 1 MiB that takes longer than 0.05 s.
 
 With up to 16 processes, one pair measures while the others sleep. With more, many pairs measure
-concurrently to save time, in rounds where each process is in one pair. Pairs of the same two hosts
-then share a link, and the table is not printed.
+concurrently to save time, in rounds in which each process is in one pair. Pairs of the same two
+hosts then share a link, and the table is not printed.
 
 With GPUs, transfers from GPU memory are measured, too: directly if MPI is CUDA-aware, and otherwise
 staged through pinned host memory, as in training.
@@ -130,7 +130,7 @@ class Port:
     """A process' buffer for messages of up to LARGE bytes, in a device's memory.
 
     Args:
-        staged: True if messages are staged through host memory, pinned if the device is a GPU.
+        staged: Whether messages are staged through host memory, pinned if the device is a GPU.
     """
 
     def __init__(self, comm: MPI.Intracomm, where: torch.device, staged: bool):
@@ -194,7 +194,7 @@ def rounds(n: int) -> list[list[Pair]]:
     """All pairs of n processes, in rounds. The pairs of a round measure concurrently.
 
     Up to ALONE processes, a round is a single pair. Beyond, the circle method for tournaments gives
-    at most n rounds, where every process is in one pair (or one process in no pair, if n is odd).
+    at most n rounds, in which every process is in one pair (one process is in none if n is odd).
     """
     if n <= ALONE:
         return [[pair] for pair in combinations(range(n), 2)]
@@ -337,7 +337,7 @@ def main(arguments: Sequence[str] = ()) -> None:
 
 
 def check(comm: MPI.Intracomm, where: torch.device) -> bool:
-    """True if all checks pass, the same on all processes. Process 0 prints the errors."""
+    """Whether all checks pass, the same on all processes. Process 0 prints the errors."""
     checks = {"ring exchange": check_ring, "all-reduce": check_all_reduce}
     everyone = counted(comm.size, "process", "processes")
     failed = False

@@ -5,7 +5,7 @@ positional: the network and the layout, for instance. The parameters with a defa
 options, under the names that configurations and command lines use. No other list of them exists.
 
 A row with a parameter such as `compressor` and with `**compressor_options` chooses from another
-registry. Its options then include the chosen row's.
+registry. Its options then include those of the chosen row.
 
 A row whose last required parameter is called `options` gets all options in one object.
 """
@@ -74,7 +74,7 @@ def defaults(
 
 
 def takes_all(row: Builder) -> bool:
-    """True if the row gets all options in one object, as its last required parameter."""
+    """Whether the row gets all options in one object, as its last required parameter."""
     required = [
         p.name
         for p in inspect.signature(row).parameters.values()

@@ -201,7 +201,7 @@ class _AtSharedPositions(_OfEntries, ABC):
         return streams.once("positions", lambda: self.sample_all(streams))
 
     def sample_all(self, streams: Streams) -> Tensor:
-        """Sample the positions of all tensors, the same as `positions`."""
+        """Sample the positions of all tensors, those of `positions`."""
         found = []
         for stream in streams.of_stacks():
             rows, columns = stream.stack.rows, stream.stack.columns
@@ -268,8 +268,8 @@ class RandomK(_AtSharedPositions):
         return position[chosen]
 
     def _draws(self, streams: Streams) -> Tensor:
-        """For each draw: its index in the stream, the start, N and number of draws of its tensor,
-        and its rank among all draws, where repeated draws rank behind the others of their tensor:
+        """Of each draw: its index in the stream, the start, N and number of draws of its tensor,
+        and its rank among all draws, where repeated ones are ranked behind those of their tensor:
         int64 [5, draw]. Empty if a tensor needs all N random numbers."""
         found, before = [], 0
         for start, rows, columns in streams.tensors():

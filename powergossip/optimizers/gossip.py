@@ -185,7 +185,7 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
             processes: Earlier name of process_group.
             mesh: The dimension of a DeviceMesh along which replicas differ, such as
                 mesh["replica"], for parameters that are sharded along another one.
-            per_shard: True if a shard compresses its block of a matrix as a separate matrix.
+            per_shard: Whether a shard compresses its block of a matrix as a matrix of its own.
             **options: Keyword arguments of `Method`: topology="ring", topology_options, seed=0, and
                 the options of the algorithm, which `algorithms.defaults("power-gossip")` lists.
         """
