@@ -71,11 +71,11 @@ def keys(seed: int, purpose: str, ids: Iterable[tuple[int, ...]]) -> Tensor:
         with numpy's constants.
     """
     listed = list(ids)
-    of_ids = np.array(listed, dtype=np.uint32).reshape(len(listed), -1 if listed else 0)
+    id_words = np.array(listed, dtype=np.uint32).reshape(len(listed), -1 if listed else 0)
     seed = int(seed)
-    of_seed = [seed >> bit & 0xFFFFFFFF for bit in range(0, max(128, seed.bit_length()), 32)]
-    common = [np.array([word], dtype=np.uint32) for word in (*of_seed, _word(purpose))]
-    words = [*common, *of_ids.T]  # each [1] or [key]
+    seed_words = [seed >> bit & 0xFFFFFFFF for bit in range(0, max(128, seed.bit_length()), 32)]
+    common = [np.array([word], dtype=np.uint32) for word in (*seed_words, _word(purpose))]
+    words = [*common, *id_words.T]  # each [1] or [key]
     constant = 0x43B0D7E5
 
     def hashed(value: Words, factor: int = 0x931E8875) -> Words:

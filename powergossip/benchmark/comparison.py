@@ -85,8 +85,8 @@ class Line:
         """Seconds of each run to the target at a rate of the links: predicted, or virtual."""
         if self.task.is_virtual:
             return self.to_target("seconds")
-        of_step = self.found["step_seconds"].get(rate, math.nan)
-        return [steps * of_step for steps in self.to_target("step")]
+        step_seconds = self.found["step_seconds"].get(rate, math.nan)
+        return [steps * step_seconds for steps in self.to_target("step")]
 
 
 def same_data(task: BenchmarkTask, first: str, second: str) -> bool:
@@ -102,20 +102,20 @@ def lines(
     task: BenchmarkTask, tier: str, entries: Iterable[Mapping[str, Any]]
 ) -> tuple[list[Line], list[str]]:
     """The lines of a task, best first, and the names of entries with another version or data."""
-    of_task = {
+    results = {
         entry["name"]: entry["tiers"][tier][task.name]
         for entry in entries
         if task.name in entry["tiers"].get(tier, {})
     }
-    current = {name: found for name, found in of_task.items() if found["version"] == task.version}
+    current = {name: found for name, found in results.items() if found["version"] == task.version}
     if not current:
-        return [], list(of_task)
+        return [], list(results)
     ((usual, _),) = Counter(found["data"] for found in current.values()).most_common(1)
     kept = {name: found for name, found in current.items() if same_data(task, found["data"], usual)}
     resolution = 1 / task.values_of(tier).get("task_options", {}).get("test_images", math.inf)
     made = [Line(n, task, task.targets[tier], found, resolution) for n, found in kept.items()]
     made.sort(key=lambda line: line.quality, reverse=True)
-    return made, [name for name in of_task if name not in kept]
+    return made, [name for name in results if name not in kept]
 
 
 @dataclass(frozen=True)
@@ -156,11 +156,11 @@ def difference(first: Line, second: Line, level: float = LEVEL) -> tuple[float, 
     prove nothing. The interval of less than two seeds has no ends. It is about the seeds, not about
     other test data.
     """
-    of_second = {run["seed"]: run["evaluations"][-1]["mean"] for run in second.runs}
+    second_means = {run["seed"]: run["evaluations"][-1]["mean"] for run in second.runs}
     differences = [
-        run["evaluations"][-1]["mean"] - of_second[run["seed"]]
+        run["evaluations"][-1]["mean"] - second_means[run["seed"]]
         for run in first.runs
-        if run["seed"] in of_second
+        if run["seed"] in second_means
     ]
     n = len(differences)
     mean = sum(differences) / n if n else math.nan

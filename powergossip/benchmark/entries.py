@@ -80,7 +80,7 @@ def find(text: str) -> Entry:
         reason = error.strerror if isinstance(error, OSError) else "not text in UTF-8"
         raise BadInput(f"{path} cannot be read: {reason}") from error
     if path.suffix == ".py":
-        return of_source(content, path)
+        return from_source(content, path)
     try:
         found = json.loads(content)
         name, source = found["name"], found["source"]
@@ -90,13 +90,13 @@ def find(text: str) -> Entry:
         raise BadInput(f"{path} is no file of results; `run` writes them") from error
     check_name(name)
     if source:
-        return of_source(source, path, name)
+        return from_source(source, path, name)
     if name not in library.ENTRIES:
         raise BadInput(f'{path} has no source, and the library no entry "{name}"')
     return find(name)
 
 
-def of_source(source: str, path: Path, name: str | None = None) -> Entry:
+def from_source(source: str, path: Path, name: str | None = None) -> Entry:
     """The entry of a user's file with this text, which is executed. Raises BadInput.
 
     Args:
@@ -160,7 +160,7 @@ def _entry(name: str, source: str, given: Any) -> Entry:
     return Entry(name, source, found, frozenset(demanded))
 
 
-def _settings(task: BenchmarkTask, given: Any, of_all: bool) -> list[Values]:
+def _settings(task: BenchmarkTask, given: Any, for_all: bool) -> list[Values]:
     """Check the settings of a task. From the settings of all tasks, consensus takes the keys it
     has."""
     ok = isinstance(given, Sequence) and all(
@@ -176,12 +176,12 @@ def _settings(task: BenchmarkTask, given: Any, of_all: bool) -> list[Values]:
         for key in setting:
             if not isinstance(key, str) or not (key in KEYS or key.startswith(OPTION)):
                 raise BadInput(f"SETTINGS of {task.name}: the key {key} is unknown")
-            if not task.accepts(key) and not (of_all and task.is_consensus):
+            if not task.accepts(key) and not (for_all and task.is_consensus):
                 raise BadInput(
                     f"SETTINGS of {task.name}: the key {key} belongs to the task; settings have "
                     f"the keys of the method, its graph and its local optimizer"
                 )
-        if of_all and task.is_consensus and setting.get("learning", DPSGD) != DPSGD:
+        if for_all and task.is_consensus and setting.get("learning", DPSGD) != DPSGD:
             continue  # a learning rule
         kept = {k: v for k, v in setting.items() if task.accepts(k)}
         try:

@@ -216,9 +216,9 @@ class Section:
         of = ""
         if self.metric.split is not None:
             counted = [run for group in self.groups for run in group.counted]
-            of_mean = [run.has_mean_model(self.metric) for run in counted]
-            of = " of the mean model" if any(of_mean) else ", mean over workers"
-            if any(of_mean) and not all(of_mean):
+            shows_mean = [run.has_mean_model(self.metric) for run in counted]
+            of = " of the mean model" if any(shows_mean) else ", mean over workers"
+            if any(shows_mean) and not all(shows_mean):
                 of += ", or mean over workers in runs that did not evaluate it"
         sent = "MB are those that worker 0 has sent."
         return (
@@ -264,7 +264,7 @@ def sections(
             f"--metric={metric or 'main'} --split={split}: no run has such rows; their rows "
             f"are {', '.join(names)}, of split {', '.join(splits) or 'none'}"
         )
-    return [_section(found, of_it, by_seed, warn) for found, of_it in by_metric.items()]
+    return [_section(found, members, by_seed, warn) for found, members in by_metric.items()]
 
 
 def _section(metric: Metric, runs: Sequence[Run], by_seed: bool, warn: Warn) -> Section:
@@ -274,7 +274,7 @@ def _section(metric: Metric, runs: Sequence[Run], by_seed: bool, warn: Warn) -> 
                   if key != SEED or by_seed}  # fmt: skip
         key = json.dumps(config, sort_keys=True, default=str)
         by_config.setdefault(f"{key} {run.name if by_seed else ''}", []).append(run)
-    groups = [Group(of_it, metric) for of_it in by_config.values()]
+    groups = [Group(members, metric) for members in by_config.values()]
     for group in groups:
         seeds = [_text(seed) for seed in group.seeds]
         if len(set(seeds)) < len(seeds):

@@ -182,11 +182,11 @@ class Run:
                 workers = workers[workers["worker"].notna()]
         scale = 100.0 if metric.name in PERCENT else 1.0
         by_epoch = rows.groupby("epoch")
-        of_workers = (scale * workers["value"]).groupby(workers["epoch"])
+        worker_values = (scale * workers["value"]).groupby(workers["epoch"])
         return pd.DataFrame(
             {
                 "value": scale * by_epoch["value"].mean(),
-                "worst": (of_workers.min() if metric.larger else of_workers.max()),
+                "worst": (worker_values.min() if metric.larger else worker_values.max()),
                 "megabytes": by_epoch["bits"].max() / 8e6,
                 "seconds": by_epoch["seconds"].max(),
             },

@@ -194,7 +194,7 @@ class Reduction(Transport):
             _exchange(connection, 0, outgoing, collected.unbind()),
             _exchange(connection, self._tag, [mean] * comm.size, incoming),
         ]
-        self._of_part = _Mean(collected, mean, n, (comm.rank, outgoing[comm.rank]))
+        self._part_mean = _Mean(collected, mean, n, (comm.rank, outgoing[comm.rank]))
 
     def post(self) -> None:
         for mean in self._local:
@@ -212,7 +212,7 @@ class Reduction(Transport):
     def _in_steps(self) -> Steps:
         yield self._steps[0]
         if len(self._steps) > 1:
-            self._of_part.compute()
+            self._part_mean.compute()
             if self._connection.waits_for_kernels and not self._connection.stage:
                 torch.cuda.current_stream().synchronize()
             yield self._steps[1]

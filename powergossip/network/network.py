@@ -216,9 +216,9 @@ class Network:
         )
         return np.asarray(degrees * (8 * self.dtype.itemsize * elements))
 
-    def edges_of(self, of_round: Round) -> Edges:
+    def edges_of(self, topology_round: Round) -> Edges:
         """The edges of a round that is not the topology's, for `ToEach`."""
-        return Edges(of_round, self.workers, self.copies)
+        return Edges(topology_round, self.workers, self.copies)
 
     def run(self, conversation: Conversation) -> None:
         """Run a conversation from its start to its end."""

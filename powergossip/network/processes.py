@@ -174,8 +174,8 @@ class Processes:
             for key in () if found == known[0] else known[0]:
                 first, other = known[0][key], found.get(key, known[0][key])
                 if first != other:
-                    of_both = {"first": str(first), "other": str(other)}
-                    raise BadInput(sentence.format(key=key, process=process, **of_both))
+                    both = {"first": str(first), "other": str(other)}
+                    raise BadInput(sentence.format(key=key, process=process, **both))
 
     def one_by_one(self, action: Callable[[], T]) -> T:
         """Return `action()`, run first in one process of each host, then in the others (downloads).

@@ -123,8 +123,8 @@ class Output:
         kept = metrics.kept_rows(folder / metrics.FILE, offset, allow_lost_rows)
         self.lost_rows = len(kept) < offset
         self._info = _read_info(folder / INFO_FILE)
-        of_trackers = Resumed(metrics.last_epoch(kept), self._info.get(TRACKERS, {}))
-        self._trackers = Trackers(folder, config, of_trackers)
+        resumed = Resumed(metrics.last_epoch(kept), self._info.get(TRACKERS, {}))
+        self._trackers = Trackers(folder, config, resumed)
         self._info.pop(ENDING, None)
         if not takes_over:
             clear_drafts(folder)
@@ -274,7 +274,7 @@ def run_to_resume(name: str | None, resume: bool | str, key: str = "resume") -> 
 def _is_run(folder: Path) -> bool:
     """True if a folder has a run of this program."""
     try:
-        return configuration.of_run(folder).keys() >= _KEYS
+        return configuration.saved_values(folder).keys() >= _KEYS
     except BadInput:
         return False
 

@@ -71,8 +71,8 @@ def summary(rows: "DataFrame", time_is_virtual: bool = False) -> str:
             whole = seconds
         for phase, spent in elapsed.items():
             fraction = f" ({spent / whole:.0%})" if whole > 0 else ""
-            of_step = f", {data_fraction(elapsed):.0%} of a step" if phase == "data" else ""
-            lines.append((f"    {phase}", f"{spent:.1f} s{fraction}{of_step}"))
+            step_fraction = f", {data_fraction(elapsed):.0%} of a step" if phase == "data" else ""
+            lines.append((f"    {phase}", f"{spent:.1f} s{fraction}{step_fraction}"))
 
     if not lines:
         return "The run has no rows."
@@ -89,8 +89,8 @@ def _further_metrics(rows: "DataFrame") -> list[tuple[str, str]]:
         return lines
     shown = ("accuracy", "top5_accuracy", "cross_entropy")
     kinds = (("test", "test_avg", "test"), ("validation", "valid_avg", "valid"))
-    for kind, of_mean, of_workers in kinds:
-        for split, of in ((of_mean, "mean model"), (of_workers, "workers")):
+    for kind, mean_split, worker_split in kinds:
+        for split, of in ((mean_split, "mean model"), (worker_split, "workers")):
             for name in rows["name"][rows["split"] == split].unique():
                 if name not in shown:
                     values = last_rows(rows, name, split=split)["value"]

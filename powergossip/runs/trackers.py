@@ -132,7 +132,7 @@ class WeightsAndBiases:
         self.facts = {"id": self._run.id, "url": self._run.url}
 
     def write(self, step: int, rows: Sequence[Scalar]) -> None:
-        values = {name: of_row["value"] for name, of_row in rows}
+        values = {name: row["value"] for name, row in rows}
         self._run.log({**values, **_axes(rows)}, step=step, commit=True)
 
     def close(self, complete: bool) -> None:

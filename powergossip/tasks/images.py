@@ -188,8 +188,8 @@ class ImageClassification:
             (train.shape, n_labels),
             {key: given[key] for key in given if key in MODEL_OPTIONS},
         )
-        of_data = {"shape": train.shape, "n_labels": n_labels}
-        self._architectures = modules.with_own(built_in, options, of_data)
+        offered = {"shape": train.shape, "n_labels": n_labels}
+        self._architectures = modules.with_own(built_in, options, offered)
         self._shift, self._scale = _normalization(train, given, options.device)
         self._chunk = max(
             1, min(EVALUATION_CHUNK, EVALUATION_PIXELS // (train.shape[1] * train.shape[2]))
@@ -250,7 +250,7 @@ class ImageClassification:
         reader = self._readers["train"]
         if self.augment is not None or reader.augments:
             return None
-        samples = self._shards.of_batches(workers, epoch, step, self._options.batch_size)
+        samples = self._shards.batch_samples(workers, epoch, step, self._options.batch_size)
         if samples is None:
             return None
         images = self._normalize(reader.request(samples.flatten())())

@@ -91,21 +91,21 @@ def task(options: TaskOptions) -> Task:
     min_count = given.pop("min_count", 3 if dataset == "topics" else 1)
     padding = given.pop("padding", False)
     _check_partition(options)
-    splits = texts.TEXTS[dataset](options, **_of_text(dataset, given))
+    splits = texts.TEXTS[dataset](options, **_text_options(dataset, given))
     splits = texts.with_held_out(splits, options.validation_ratio)
     builders = SMALL_ARCHITECTURES if dataset == "topics" else ARCHITECTURES
     corpus = texts.indexed(splits, min_count, padding)
     return LanguageModeling(corpus, length, options, given, builders)
 
 
-def _of_text(dataset: str, given: dict[str, Any]) -> dict[str, Any]:
+def _text_options(dataset: str, given: dict[str, Any]) -> dict[str, Any]:
     """Remove the options of texts from `given`, and return them.
 
     Raises ValueError for an option that the text does not have.
     """
     options = {}
     for key in list(given):
-        having = [name for name in texts.TEXTS if key in task_options.of_model(texts.TEXTS[name])]
+        having = [name for name in texts.TEXTS if key in task_options.defaults(texts.TEXTS[name])]
         if having and dataset not in having:
             raise ValueError(
                 f"task_options.{key}: use it with dataset={' or '.join(having)}; {dataset} has no "

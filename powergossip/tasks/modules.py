@@ -28,7 +28,7 @@ def architectures(
 
     def build(name: str) -> nn.Module:
         for key in options:
-            having = [other for other in builders if key in task_options.of_model(builders[other])]
+            having = [other for other in builders if key in task_options.defaults(builders[other])]
             if name not in having:
                 raise ValueError(
                     f"task_options.{key}: use it with task_architecture={' or '.join(having)}; "

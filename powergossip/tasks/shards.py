@@ -114,7 +114,7 @@ class Shards:
         shards = (labels[self.indices(worker, epoch)] for worker in range(len(self._bounds) - 1))
         return torch.stack([torch.bincount(shard, minlength=n_labels) for shard in shards]).cpu()
 
-    def of_batches(self, workers: range, epoch: int, step: int, size: int) -> Tensor | None:
+    def batch_samples(self, workers: range, epoch: int, step: int, size: int) -> Tensor | None:
         """The samples of the workers' batches of this size: int64 [worker, sample].
 
         None if a worker has fewer left at this step.
@@ -308,9 +308,9 @@ def by_group(
         load, worker = loads[0]
         worker_of[largest] = worker
         heapq.heapreplace(loads, (load + int(sizes[largest]), worker))
-    of_sample = worker_of[group]
-    ends = np.cumsum(np.bincount(of_sample, minlength=n_workers))
-    return of_sample.argsort(kind="stable"), np.concatenate([[0], ends])
+    owners = worker_of[group]
+    ends = np.cumsum(np.bincount(owners, minlength=n_workers))
+    return owners.argsort(kind="stable"), np.concatenate([[0], ends])
 
 
 def apportion(size: int, log_weights: np.ndarray, available: np.ndarray) -> np.ndarray:

@@ -20,7 +20,7 @@ from powergossip.randomness import torch_seed
 from powergossip.tasks import modules
 from powergossip.tasks.loading import Loader, Pending, Request, SampleSource, on_device
 from powergossip.tasks.losses import IGNORED_TARGET, Metric, default_loss
-from powergossip.tasks.sample_values import as_list, integers, of_samples
+from powergossip.tasks.sample_values import as_list, integers, sample_attribute
 from powergossip.tasks.shards import NOBODY, Shards, held_out
 from powergossip.tasks.task import FIRST, NAMES, MainMetric, Split, TaskOptions
 from powergossip.tasks.user_functions import Named, users_code
@@ -141,7 +141,7 @@ class DatasetTask:
         Raises ValueError if labels are needed, or given, and are not an integer for each sample.
         """
         given = self._datasets.labels
-        found = of_samples(self._datasets.train, "targets") if given is None else given
+        found = sample_attribute(self._datasets.train, "targets") if given is None else given
         labels = integers(found, size)
         if labels is None and given is None and needed:
             labels = integers(self._targets(), size)
@@ -181,7 +181,7 @@ class DatasetTask:
         if columns is not None and name in columns:
             values = as_list(columns[name])
         else:
-            values = as_list(of_samples(self._datasets.train, name))
+            values = as_list(sample_attribute(self._datasets.train, name))
         if values is None:
             known = ", ".join(map(str, columns)) if columns is not None else ""
             raise ValueError(
@@ -335,13 +335,13 @@ class DatasetTask:
     def _measured(self, outputs: Any, targets: Any) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss and the metrics of a batch. Each metric is detached."""
         metrics = self._datasets.metrics
-        name, of_batch = "loss", self._datasets.loss
-        if of_batch is None:
-            name, of_batch, own = default_loss(outputs, targets, self._place)
+        name, batch_loss = "loss", self._datasets.loss
+        if batch_loss is None:
+            name, batch_loss, own = default_loss(outputs, targets, self._place)
             metrics = own if metrics is None else metrics
         if metrics and name in metrics:
             raise BadInput(f'{self._place}: a metric is called "{name}", as the loss; rename it')
-        loss = of_batch(outputs, targets)
+        loss = batch_loss(outputs, targets)
         if not isinstance(loss, Tensor) or loss.ndim or not loss.is_floating_point():
             raise BadInput(f"{self._place}: the loss is {_described(loss)}; use a scalar tensor")
         with torch.no_grad():

@@ -57,16 +57,16 @@ def seeded(seed: int) -> Iterator[None]:
     Args:
         seed: Seed below 2⁶³ of the CPU's generators. torch.manual_seed would also seed the GPU's.
     """
-    of_python, of_numpy, of_torch = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.default_generator.manual_seed(seed)
     try:
         yield
     finally:
-        random.setstate(of_python)
-        np.random.set_state(of_numpy)
-        torch.set_rng_state(of_torch)
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(cpu)
 
 
 def is_name(value: str | None) -> bool:

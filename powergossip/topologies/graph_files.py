@@ -11,7 +11,7 @@ import numpy as np
 from scipy.sparse import csr_array
 
 from powergossip import reading
-from powergossip.topologies.static import adjacency, of_edges
+from powergossip.topologies.static import adjacency, from_edges
 from powergossip.topologies.topology import Round, Topology, check_connected
 from powergossip.topologies.weights import Weights, metropolis_hastings, uniform
 
@@ -65,8 +65,8 @@ def from_file(
     index: dict[str, int] = {}  # name → position in the file
     pairs: list[int] = []
     numbers: list[int] = []  # line of each edge
-    of_networkx = path.suffix in _OF_NETWORKX
-    for number, first, others in (_read_graph if of_networkx else _read_lines)(path):
+    is_networkx = path.suffix in _OF_NETWORKX
+    for number, first, others in (_read_graph if is_networkx else _read_lines)(path):
         own = index.setdefault(first, len(index))
         for name in others:
             pairs += own, index.setdefault(name, len(index))
@@ -97,7 +97,7 @@ def from_file(
         receives = adjacency(n_workers, edges[:, ::-1])
         check_connected(receives, subject)
         return _directed(str(path), receives, note)
-    return of_edges(str(path), n_workers, edges, weights, note, subject=subject)
+    return from_edges(str(path), n_workers, edges, weights, note, subject=subject)
 
 
 def _ordered(names: Iterable[str]) -> tuple[list[str], bool]:

@@ -271,8 +271,8 @@ class ReplicaProcesses(GroupProcesses):
         return self.rank == self._shards.rank == 0
 
     def everywhere(self, value: T) -> list[T]:
-        of_shards = self._shards.gather(self.gather(value))
-        return [of_process for replica in zip(*of_shards, strict=True) for of_process in replica]
+        gathered = self._shards.gather(self.gather(value))
+        return [found for replica in zip(*gathered, strict=True) for found in replica]
 
 
 def torch_group(processes: Processes, device: torch.device) -> dist.ProcessGroup:
