@@ -157,7 +157,7 @@ def stacked(batches: Sequence[Any]) -> Any | None:
     if not all(_fit(first, other) for other in others):
         return None
     leaves, structure = first
-    columns = zip(leaves, *(of_other for of_other, _ in others), strict=True)
+    columns = zip(leaves, *(other_leaves for other_leaves, _ in others), strict=True)
     one = [torch.stack(column) if _has_axes(column[0]) else column[0] for column in columns]
     return tree_unflatten(one, structure)
 

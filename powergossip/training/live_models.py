@@ -57,18 +57,18 @@ class AliveWorkers:
     @property
     def x(self) -> Tensor:
         """[worker, D]"""
-        return self.of_alive(self._parameters.x)
+        return self.alive_rows(self._parameters.x)
 
     @property
     def buffers(self) -> Tensor:
         """[worker, element]"""
-        return self.of_alive(self._parameters.buffers)
+        return self.alive_rows(self._parameters.buffers)
 
     @property
     def _rows(self) -> list[int]:
         return [worker - self._network.workers.start for worker in self.workers]
 
-    def of_alive(self, tensor: Tensor) -> Tensor:
+    def alive_rows(self, tensor: Tensor) -> Tensor:
         """The rows of tensor [hosted worker, ...] that belong to workers alive."""
         rows = self._rows
         return tensor if len(rows) == len(tensor) else tensor[rows]

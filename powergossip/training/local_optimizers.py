@@ -151,16 +151,16 @@ class LocalOptimizer:
     def state_dict(self) -> dict[str, Any]:
         """Momenta and the like [worker, D], and the number of steps."""
         states = [self._optimizer.state[row] for row in self._rows]
-        return {name: _of_all([state[name] for state in states]) for name in states[0]}
+        return {name: _joined([state[name] for state in states]) for name in states[0]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state returned by `state_dict()`."""
         for i, row in enumerate(self._rows):
-            own = {name: _of_row(value, i) for name, value in state.items()}
+            own = {name: _row_state(value, i) for name, value in state.items()}
             self._optimizer.state[row].update(own)
 
 
-def _of_all(values: list[Any]) -> Tensor | None:
+def _joined(values: list[Any]) -> Tensor | None:
     """State of the rows, as one: [worker, D], or a number that is equal in all of them."""
     first = values[0]
     if first is None:
@@ -168,7 +168,7 @@ def _of_all(values: list[Any]) -> Tensor | None:
     return torch.cat(values) if first.ndim else first
 
 
-def _of_row(value: Tensor | None, i: int) -> Tensor | None:
+def _row_state(value: Tensor | None, i: int) -> Tensor | None:
     """The state of row i, from the state of all rows."""
     if value is None:
         return None

@@ -80,15 +80,15 @@ class Trainer:
     def facts(self) -> dict[str, Any]:
         """Metadata of the run: software versions, layout of processes, topology, data."""
         built, layout = self._built, self.parameters.layout
-        of_run = {
+        run = {
             "diffusion_rate": diffusion_rate(self.config, self.network.topology, layout),
             "batched_gradients": built.run.gradients.are_batched,
             "steps_per_epoch": self.steps_per_epoch,
             "metric": built.metric,
         }
-        of_environment = facts.of_environment(self.network, built.transport)
-        of_task = facts.of_task(self.task, self.parameters)
-        return of_environment | of_task | of_run | self.execution.facts()
+        environment = facts.environment_facts(self.network, built.transport)
+        task = facts.task_facts(self.task, self.parameters)
+        return environment | task | run | self.execution.facts()
 
     # --- Training ---
 
