@@ -101,7 +101,7 @@ class Workers(NamedTuple):
 
 
 class Variable(Enum):
-    """Fate of a variable of a learning rule when the number of workers changes.
+    """Treatment of a variable of a learning rule when the number of workers changes.
 
     Attributes:
         RESET: It begins as at the start of a run.
