@@ -104,7 +104,7 @@ _output: "Output | None" = None
 def main(arguments: list[str] | None = None) -> Path:
     """Gossip with the settings in `config`, changed by `arguments` (the command line).
 
-    The arguments are those of this run only: `config` and `output_dir` stay as they are.
+    The arguments apply to this run only: `config` and `output_dir` stay as they are.
 
     Returns the folder of the run, in all processes.
 

@@ -79,7 +79,7 @@ def log_runtime(label: str, mean: float, std: float, instances: int) -> None:
 def main(arguments: list[str] | None = None) -> Path:
     """Train with `config`, changed by `arguments`: key=value, --config, --output-dir, --suffix.
 
-    The arguments are those of this run only: `config` and `output_dir` stay as they are.
+    The arguments apply to this run only: `config` and `output_dir` stay as they are.
 
     Returns the folder of the run, in all processes.
 

@@ -3,9 +3,10 @@
     OMP_NUM_THREADS=1 python -m benchmarks.dgc_selection
 
 prints one JSON line. selection_ms is the time of Deep Gradient Compression's selection of a
-fraction `share` of `size` standard normal elements, topk_ms that of torch.topk of their magnitudes.
-Both are medians of interleaved rounds. speedup = topk_ms / selection_ms, `selected` and `target`
-count elements, and `recall` is the fraction of the exact top-k among the selected elements.
+fraction `share` of `size` standard normal elements, topk_ms the time of torch.topk of their
+magnitudes. Both are medians of interleaved rounds. speedup = topk_ms / selection_ms, `selected` and
+`target` count elements, and `recall` is the fraction of the exact top-k among the selected
+elements.
 """
 
 import json

@@ -9,7 +9,7 @@ writes them. ratio = ms_per_step / floor_ms.
 
 The workers disagree during these steps. agreed_ms_per_step is the time of workers that agree.
 
-There is no model and no data, only random tensors with the shapes of a model's parameters.
+It has neither model nor data, only random tensors with the shapes of a model's parameters.
 """
 
 import json
@@ -39,7 +39,7 @@ class GossipStep:
     topology: str = "ring"  # a name of topologies.TOPOLOGIES
     n_workers: int | None = None  # null: one per process
     device: str = "auto"  # auto, cpu, cuda or cuda:INDEX
-    rounds: int = 15  # number of measurements, of which the median is the result
+    rounds: int = 15  # number of measurements, whose median is the result
     seconds: float = 5.0  # approximate time of all rounds together
     diffusion_rate: float | None = None
     rank: int | None = None  # of power-gossip, and of the compressors svd and top-k

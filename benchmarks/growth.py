@@ -86,7 +86,7 @@ config = OmegaConf.structured(Growth)
 
 @dataclass(frozen=True)
 class Line:
-    """Bytes are those of a worker, NaN where they are not measured."""
+    """Bytes of a worker, NaN where they are not measured."""
 
     algorithm: str
     size: int
@@ -246,7 +246,7 @@ MEASURES: dict[str, Callable[[int, float], list[Line]]] = {
 def _in_new_processes(
     topology: str, n: int, shapes: Sequence[tuple[int, ...]], size: int, seconds: float
 ) -> list[Line]:
-    """A line for each algorithm, each in a process of its own, whose memory is new."""
+    """A line for each algorithm, each in its own process, whose memory is new."""
     lines = []
     for name in ALGORITHMS:
         task = json.dumps([name, topology, n, list(shapes), size, seconds])

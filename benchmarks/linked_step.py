@@ -4,7 +4,7 @@
     mpirun -np 8 --with-ft ulfm python -m benchmarks.linked_step on_worker_loss=continue
 
 The arguments are keys of train.py. The output is one JSON line. All times are milliseconds a step,
-medians of rounds in which these take turns:
+medians of rounds where these take turns:
 
     step_ms    a step that all processes take together: gossip=synchronous
     linked_ms  a step with the given `gossip` or `on_worker_loss`, by default gossip=bounded with

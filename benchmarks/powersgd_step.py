@@ -46,7 +46,7 @@ class PowerSGDStep:
 
 
 class _Gradients(nn.Module):
-    """A module with constant gradients g_k, those of Σ_k p_k · g_k."""
+    """A module with constant gradients g_k, the gradients of Σ_k p_k · g_k."""
 
     def __init__(self, shapes: Shapes, seed: int):
         super().__init__()

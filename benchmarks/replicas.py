@@ -3,7 +3,7 @@
     python -m benchmarks.replicas                        memory, CPU time and bytes of each method
     python -m benchmarks.replicas --rate 100mbit         seconds a step on emulated links (as root)
 
-Eight processes are four replicas of two shards. Each row is a run of its own. `FSDP2` has no
+Eight processes are four replicas of two shards. Each row is a separate run. `FSDP2` has no
 communication between replicas, and `HSDP` PyTorch's all-reduce of gradients. With --rate, the two
 processes of a replica are on one emulated host.
 

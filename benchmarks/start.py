@@ -7,7 +7,7 @@
   until 8 processes that mpirun has started have imported torch and computed a gradient of the same
   model and batch size, without any messages.
 
-Medians of rounds in which all take turns.
+Medians of rounds where all take turns.
 """
 
 import os

@@ -3,7 +3,7 @@
     mpirun -np 8 python -m benchmarks.train_step task=FashionMNIST batch_size=128
 
 The arguments are keys of train.py. The output is one JSON line. All times are milliseconds a step,
-medians of rounds in which these take turns:
+medians of rounds where these take turns:
 
     data_ms         fetching the batches of the hosted workers
     compute_ms      batches, gradients and local update, without averaging

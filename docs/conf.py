@@ -59,7 +59,7 @@ sphinx_gallery_conf = {
     "capture_repr": (),
     "abort_on_example_error": True,
     "download_all_examples": False,
-    "min_reported_time": 3600,  # seconds: that of the machine which has built the site is not shown
+    "min_reported_time": 3600,  # seconds: the time of the machine that builds the site is not shown
     "show_signature": False,
     "write_computation_times": False,
 }
@@ -98,7 +98,7 @@ def inline_equation(translator: HTML5Translator, node: nodes.math) -> None:
 
 
 def displayed_equation(translator: HTML5Translator, node: nodes.math_block) -> None:
-    """Like `inline_equation`, centered on lines of its own."""
+    """Like `inline_equation`, centered on separate lines."""
     translator.body.append(
         translator.starttag(node, "div", "", CLASS="math display")
         + translator.encode(node.astext())

@@ -30,7 +30,7 @@ def style(gallery_conf: Mapping[str, Any], name: str) -> None:
 
 
 def pictures(block: Any, variables: dict[str, Any], gallery_conf: dict[str, Any]) -> str:
-    """The figures of a code cell: those of sphinx-gallery, but animations as GIF."""
+    """The figures of a code cell: as sphinx-gallery's, but animations as GIF."""
     text = ""
     shown = [pyplot.figure(number) for number in pyplot.get_fignums()]
     for animation in variables["example_globals"].values():

@@ -2,8 +2,8 @@
 
     python delayed_switch.py SECONDS RATE NAMESPACE NAMESPACE …
 
-Each network namespace gets a TAP device, `eth0`, of which this process is the other end. It moves
-to the first namespace, prints a line when the devices exist, and then forwards each frame to the
+Each network namespace gets a TAP device, `eth0`, with this process at the other end. It moves to
+the first namespace, prints a line when the devices exist, and then forwards each frame to the
 namespace that its address belongs to, SECONDS later. The frames for a namespace leave one after the
 other at RATE bits per second (0: at once). Frames of up to 64 KiB, which TCP makes where the device
 can split them, are forwarded whole, so that a few thousand frames per second suffice for 1 Gbit/s.

@@ -2,14 +2,13 @@
 
     python environment/emulated_cluster.py --hosts 4 --rate 100mbit -- python train.py seed=2
 
-runs `mpirun -np 4 python train.py seed=2` with each process on an emulated host of its own, and
-removes the hosts afterwards. All hosts are linked to one switch. --rate is the bandwidth of a link
-in each direction, in bits per second in the notation of tc (10mbit, 1gbit, k is 1000), or none for
-no limit. --latency 20ms is the time from a host to another, beside that of the local kernel.
-With --launcher torchrun, a torchrun of its own on every host starts the process there,
-or two with --launcher torchrun:2, and they find each other by torchrun's rendezvous on host 0.
-Signals are forwarded to the launcher.
-The exit code is the launcher's, or 2 if nothing could be run.
+runs `mpirun -np 4 python train.py seed=2` with each process on its own emulated host, and removes
+the hosts afterwards. All hosts are linked to one switch. --rate is the bandwidth of a link in each
+direction, in bits per second in the notation of tc (10mbit, 1gbit, k is 1000), or none for no
+limit. --latency 20ms is the time from a host to another, in addition to the local kernel's. With
+--launcher torchrun, every host's own torchrun starts the process there, or two processes with
+--launcher torchrun:2, and they find each other by torchrun's rendezvous on host 0. Signals are
+forwarded to the launcher. The exit code is the launcher's, or 2 if nothing could be run.
 
 The emulation limits the rate by a token bucket for each direction at both ends of every link.
 Messages are sent by TCP in frames of 1500 bytes including headers: the payload is at most 95.6 % of
@@ -23,8 +22,8 @@ Not emulated:
   there are more hosts than cores, a step computes for longer than in a cluster. The cost of the
   links is the difference to the same command with `--rate none`, which also shows the highest rate
   that this machine can emulate. OMP_NUM_THREADS=1 limits a process to one core.
-- Latency, without --latency. It is that of the local kernel, tens of microseconds if idle. Sending
-  fewer bytes saves time here, but sending fewer messages does not. With --latency, a process
+- Latency, without --latency. It is the local kernel's, tens of microseconds if idle. Sending fewer
+  bytes saves time here, but sending fewer messages does not. With --latency, a process
   (delayed_switch.py) takes the place of the switch. It needs a part of a core, and frames are later
   where processes outnumber cores.
 - The first bytes after idle time. A link then sends up to half a millisecond of data at once, or
@@ -37,8 +36,8 @@ Open MPI behaves as over any TCP network: of two long messages in opposite direc
 sends one after the other, at half the rate each. OMPI_MCA_btl_tcp_flags=send avoids most of this.
 
 A host is a network namespace, emulated-cluster-PID-RANK with the PID of this script. To inspect it:
-`ip netns exec emulated-cluster-PID-RANK ip -s link`. The switch is a bridge in a namespace of its
-own, in which mpirun runs. The machine's addresses, routes and firewall are not involved, and
+`ip netns exec emulated-cluster-PID-RANK ip -s link`. The switch is a bridge in a separate
+namespace, where mpirun runs. The machine's addresses, routes and firewall are not involved, and
 concurrent clusters do not interfere. If this script is killed (SIGKILL), the launcher ends too, and
 the next start removes the namespaces.
 """
@@ -277,9 +276,8 @@ class Cluster:
     def run(self, command: list[str], forwarded: set[signal.Signals], launcher: str) -> int:
         """Run the command on all hosts, and return the exit code.
 
-        It is the launcher's, or 128 + the number of the signal that ended it. Of several, it is
-        that of the first one that failed. The caller must have blocked SIGCHLD and the forwarded
-        signals.
+        It is the launcher's, or 128 + the number of the signal that ended it. Of several, it is the
+        first failed launcher's. The caller must have blocked SIGCHLD and the forwarded signals.
         """
         name, _, count = launcher.partition(":")
         several = name == "torchrun"

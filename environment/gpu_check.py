@@ -4,8 +4,8 @@
 
 It needs Python 3.11, PyTorch, numpy, scipy, networkx and pytest, and no network, MPI or `make
 setup`. It runs from a checkout. Dependencies that are missing are installed from the wheels in a
-folder, if one is given, to a temporary folder. Parts that need one which is still missing are left
-out. The first three parts are the tests of `pytest -m gpu`.
+folder, if one is given, to a temporary folder. Parts that need one which is still missing are
+skipped. The first three parts are the tests of `pytest -m gpu`.
 
     machine      GPUs, driver, versions
     correctness  random numbers, averaging rules and aggregations equal the CPU's; checkpoints
@@ -15,9 +15,9 @@ out. The first three parts are the tests of `pytest -m gpu`.
     steps        time of an averaging step, its lower bound, its kernels
     training     steps per second of ResNet-20 and a transformer, with batched gradients and without
 
-The report is in Markdown. Each part runs in a process of its own: one that fails, hangs or crashes
-is a section with a traceback. The exit code is 1 if a result is wrong or a part has failed, and 2
-for a request that is impossible. --device cpu is a dry run that compares the CPU with itself.
+The report is in Markdown. Each part runs in its own process: one that fails, hangs or crashes is a
+section with a traceback. The exit code is 1 if a result is wrong or a part has failed, and 2 for a
+request that is impossible. --device cpu is a dry run that compares the CPU with itself.
 """
 
 import argparse
@@ -209,7 +209,7 @@ def summary(failures: Sequence[str]) -> str:
 
 
 def there(package: str) -> bool:
-    """Whether the module of a package can be found."""
+    """True if the module of a package can be found."""
     return importlib.util.find_spec(MODULES[package]) is not None
 
 
@@ -264,7 +264,7 @@ class Machine:
 
 
 def facts(device: str) -> Machine:
-    """Ask a process of its own: after CUDA has started in this one, others could not be forked."""
+    """Ask a separate process: after CUDA has started in this one, others could not be forked."""
     reader, writer = multiprocessing.Pipe(duplex=False)
     asker = multiprocessing.get_context("fork").Process(target=_ask, args=(device, writer))
     asker.start()
@@ -344,7 +344,7 @@ def _version(package: str) -> str:
 def run(
     part: Part, options: argparse.Namespace, folder: Path, seconds: float
 ) -> tuple[str, list[str]]:
-    """Run a part in a process of its own. Returns the section, and the failures in it."""
+    """Run a part in its own process. Returns the section, and the failures in it."""
     if seconds < 1:
         return "", ["no time was left"]
     import torch  # once for all parts  # noqa: F401

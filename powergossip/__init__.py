@@ -3,7 +3,7 @@
 The names below are the public API. They are imported on first use, so that `import powergossip`
 costs nothing::
 
-    GossipOptimizer, PowerSGD, DGC   for a training loop of your own
+    GossipOptimizer, PowerSGD, DGC   for your own training loop
     Network, ToAll, ToEach, Mean, Gather
                                      workers, and the messages between them
     Layout, Parameters               the flat buffer [worker, D] and its views
@@ -49,7 +49,7 @@ __all__ = [
     "topologies",
 ]
 
-_HOMES = ("network", "optimizers", "parameters", "training.trainer")  # of names that are no modules
+_HOMES = ("network", "optimizers", "parameters", "training.trainer")  # of names other than modules
 
 
 def __getattr__(name: str) -> Any:

@@ -87,7 +87,7 @@ class Drafts:
 
     def check(self) -> None:
         """Raise Dropped if another process has taken over."""
-        exists = os.path.exists  # that of Path raises an exception if the disk fails
+        exists = os.path.exists  # Path.exists raises an exception if the disk fails
         if exists(self._folder) and not (self._own is not None and exists(self._own)):
             raise self._dropped()
 
@@ -113,7 +113,7 @@ class Drafts:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """A block whose failures have this path: those of flush and fsync have none."""
+    """A block whose failures name this path: failures of flush and fsync name no path."""
     try:
         yield
     except OSError as error:

@@ -116,7 +116,7 @@ def n_workers(value: Any) -> None:
 def representable(name: str, value: Any) -> None:
     """Raise BadValue for a number that tensors in single precision or of int64 cannot hold.
 
-    Lists and mappings are searched, and entries of a mapping are called name.key.
+    Lists and mappings are searched, and entries of a mapping are called NAME.KEY.
     """
     if isinstance(value, Mapping):
         for key, entry in value.items():

@@ -47,12 +47,13 @@ class _Unbroken(io.FileIO):
 
 
 def keep_streams() -> None:
-    """Let no standard stream end the program, and print what its encoding lacks as "?"."""
+    """Keep standard streams from ending the program, and print "?" for what their encoding
+    lacks."""
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
         stream = getattr(sys, name)
         if stream is None:  # closed by the shell
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
-        elif stream is getattr(sys, f"__{name}__"):  # not that of a test or a notebook
+        elif stream is getattr(sys, f"__{name}__"):  # not a test's or a notebook's
             stream.flush()
             kept = io.TextIOWrapper(
                 io.BufferedWriter(_Unbroken(descriptor, "w", closefd=False)),

@@ -18,7 +18,7 @@ class Stopped(RuntimeError):
 
 
 class Diverged(Stopped):
-    """A worker's loss, its parameters or a metric of its model are no longer finite.
+    """A worker's loss, its parameters or a metric of its model have become infinite or NaN.
 
     All processes raise it, with the same text: the first such value, by step and then by worker.
     """

@@ -36,18 +36,18 @@ _connected: Group | None = None  # the processes of this run
 
 
 def connect(found: Group) -> None:
-    """Let these be the processes of this run."""
+    """Record the processes of this run."""
     global _connected
     _connected = found
 
 
 def is_first() -> bool:
-    """Whether this is the first process of the run, also before its processes are connected."""
+    """True in the first process of the run, also before its processes are connected."""
     return launcher.is_first() if _connected is None else _connected.rank == 0
 
 
 def are_several() -> bool:
-    """Whether this process is connected with others."""
+    """True if this process is connected with others."""
     return _connected is not None and _connected.size > 1
 
 
@@ -55,15 +55,15 @@ def exit_code(code: int, first: bool) -> int:
     """The exit code of a process that ends for a reason which all processes have.
 
     Args:
-        first: Whether this is the first process. With ULFM, the others end with 0. mpirun (PRRTE
-            3.0) counts a process with another code twice, and may hang after two of them: on a
-            machine with other work, one of ten runs did.
+        first: True in the first process. With ULFM, the others end with 0. mpirun (PRRTE 3.0)
+            counts a process with another code twice, and may hang after two of them: on a machine
+            with other work, one of ten runs did.
     """
     return 0 if ulfm.enabled() and not first else code
 
 
 def code_of(error: BaseException) -> int:
-    """The exit code of an error: 2 for BadInput, that of Stopped, 1 for others."""
+    """The exit code of an error: 2 for BadInput, the error's own for Stopped, 1 for others."""
     return 2 if isinstance(error, BadInput) else int(getattr(error, "exit_code", 1))
 
 
@@ -124,15 +124,15 @@ def end_alone(
 ) -> None:
     """End only this process on an uncaught exception: the others lose it and go on.
 
-    MPI is not finalized, because Open MPI may wait for a lost process there. The exit code of
-    mpirun is that of the first process which ends with one other than 0. mpirun counts such a
-    process twice, and ends the others once it has counted as many as there were. While others
-    live, a process therefore ends by SIGKILL, which mpirun counts once with ULFM.
-    An exception that is in all processes is reported by the first of them.
+    MPI is not finalized, because Open MPI may wait for a lost process there. mpirun ends with the
+    code of the first process that ends with another code than 0. mpirun counts such a process
+    twice, and ends the others once it has counted as many as there were. While others live, a
+    process therefore ends by SIGKILL, which mpirun counts once with ULFM. An exception that is in
+    all processes is reported by the first of them.
 
     Args:
         process: Index of this process.
-        group: The processes that are left.
+        group: The surviving processes.
         end_others: Function that ends the processes of this host that are no part of the run.
         others_live: Function that returns whether other processes go on.
     """
@@ -167,10 +167,10 @@ _alone = False
 
 
 def are_up_to_the_hook(error: BadInput | Stopped, several: bool) -> bool:
-    """Whether an error must reach `sys.excepthook`, which then ends the processes.
+    """True if an error must reach `sys.excepthook`, which then ends the processes.
 
     Args:
-        several: Whether the run has several processes.
+        several: True if the run has several processes.
     """
     return _alone or (several and isinstance(error, Stopped) and not error.in_all_processes)
 
@@ -207,9 +207,9 @@ _YAML = {"None": "null", "True": "true", "False": "false"}
 def report(error: Exception) -> None:
     """Print the text of an error to the standard error, with the values null, true and false.
 
-    After SIGTERM, to that of mpirun: Open MPI's sends SIGTERM to processes that it is about to kill
-    and discards their output. If it writes to a file, its next output could take the place of the
-    text, which is therefore printed in the usual way as well.
+    After SIGTERM, print it to mpirun's standard error: Open MPI's mpirun sends SIGTERM to processes
+    that it is about to kill and discards their output. If it writes to a file, its next output
+    could take the place of the text, which is therefore printed in the usual way as well.
     """
     text = re.sub(r"(?<=[= ])(None|True|False)\b", lambda word: _YAML[word[0]], str(error))
     if isinstance(error, Signaled) and error.signal == signal.SIGTERM:

@@ -15,7 +15,7 @@ _CONNECTED = "POWERGOSSIP_CONNECTED"  # the process that has connected, its plac
 
 
 def has_started_this() -> bool:
-    """Whether this may be one of several processes, as also after a program has connected them."""
+    """True if this may be one of several processes, also after a program has connected them."""
     names = (*MPI, *RENDEZVOUS, SLURM, TORCHRUN)
     if any(name in os.environ for name in names) or "mpi4py.MPI" in sys.modules:
         return True
@@ -24,7 +24,7 @@ def has_started_this() -> bool:
 
 
 def is_first() -> bool:
-    """Whether this is the first process of its launcher."""
+    """True in the first process of its launcher."""
     ranks = [os.environ[name] for name in _RANKS if name in os.environ]
     return not ranks or ranks[0] == "0"
 

@@ -27,14 +27,13 @@ def find(registry: Registry, kind: str, name: object) -> Builder:
 
 
 def is_of_library(row: Any) -> bool:
-    """Whether a class or function is one of this package, not of a script."""
+    """True if a class or function is from this package, not from a script."""
     return str(row.__module__).partition(".")[0] == __name__.partition(".")[0]
 
 
 def are_of_library(*rows: Any) -> bool:
-    """Whether these rows are of this package, also with values bound by `functools.partial`.
-
-    None is left out.
+    """True if these rows are from this package, also with values bound by `functools.partial`. None
+    is ignored.
     """
     return all(is_of_library(getattr(row, "func", row)) for row in rows if row is not None)
 

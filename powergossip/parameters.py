@@ -3,8 +3,8 @@
 Axes: worker (hosted by this process), layer (among matrices of one shape), row, column. D is the
 number of parameters of a worker. `x[worker, D]` is the memory. The models' parameters are views of
 it, and so are the matrices that are compressed. Each row begins at a multiple of 64 bytes: the bits
-of a matrix product may depend on the alignment of its operands, and those of a worker must not
-depend on its row. The order of the tensors:
+of a matrix product may depend on the alignment of its operands, and a worker's bits must not depend
+on its row. The order of the tensors:
 
 - Matrices of one shape are adjacent, so that one batched product serves them all.
 - Shapes are in descending order of min(rows, columns), so that the matrices compressible with rank
@@ -58,7 +58,7 @@ class Layout:
     (Vogels et al. 2019, arXiv:1905.13727, § 3).
 
     Args:
-        decayed: Whether weight decay applies, for each tensor. None means all.
+        decayed: For each tensor, True if weight decay applies. None means all.
 
     Attributes:
         shards: The processes over which each tensor is divided, see ShardedLayout.
@@ -99,7 +99,7 @@ class Layout:
 
     @property
     def whole(self) -> "Layout":
-        """The layout of the whole tensors, where those of a worker are divided over processes."""
+        """The layout of the whole tensors, where a worker's tensors are divided over processes."""
         return self
 
     def local(self, stack: Stack) -> Stack:
@@ -220,12 +220,12 @@ def check_parameters(
     hint: str = "for instance by model.float()",
     sharded: bool = False,
 ) -> None:
-    """Raise ValueError unless all are dense tensors of these dtypes on one device, each in memory
-    of its own.
+    """Raise ValueError unless all are dense tensors of these dtypes on one device, each in its own
+    memory.
 
     Args:
         hint: Remedy in the error about parameters in other dtypes, apart from complex ones.
-        sharded: Whether they may be DTensors.
+        sharded: True if they may be DTensors.
     """
     first_at: dict[int, int] = {}  # address → index
     for index, (name, parameter) in enumerate(zip(names, parameters, strict=True)):
@@ -346,7 +346,7 @@ class Parameters:
         return dtype
 
     def decay_spans(self) -> list[slice]:
-        """The ranges of D with weight decay: all parameters but those of normalization layers."""
+        """The ranges of D with weight decay: all parameters outside normalization layers."""
         return self.layout.spans(i for i, decayed in enumerate(self.decayed) if decayed)
 
 
@@ -358,7 +358,7 @@ def aligned(rows: int, size: int, dtype: torch.dtype, device: torch.device | Non
 
 
 def is_misaligned(view: Tensor) -> bool:
-    """Whether a view on a GPU begins in the middle of 16 bytes. Kernels for GPUs may read 16 bytes
+    """True if a view on a GPU begins in the middle of 16 bytes. Kernels for GPUs may read 16 bytes
     at a time without a check. cuDNN's batch norm does where channels are the last axis in memory.
     """
     return view.is_cuda and view.storage_offset() * view.itemsize % 16 != 0

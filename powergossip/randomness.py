@@ -6,8 +6,8 @@ thus do not affect the numbers. There are two kinds:
 - `generator(seed, purpose, *ids)`: a numpy generator, for rare or bulk sampling (shuffling, data,
   graphs).
 - `keys` with `bits`, `uniform` or `normal`: counter-based streams. The numbers are a function of
-  (key, counter). There is no state to save, the two ends of an edge cannot fall out of step, and
-  the streams of all edges are sampled by one batched expression on any device.
+  (key, counter). Streams have no state to save, the two ends of an edge cannot fall out of step,
+  and the streams of all edges are sampled by one batched expression on any device.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ def _word(purpose: str) -> int:
 
 
 def generator(seed: int, purpose: str, *ids: int) -> np.random.Generator:
-    """A numpy generator for this purpose alone, e.g. `generator(seed, "shuffle", epoch)`."""
+    """A numpy generator for this purpose alone, such as `generator(seed, "shuffle", epoch)`."""
     return np.random.default_rng(seed_sequence(seed, purpose, *ids))
 
 
@@ -63,19 +63,19 @@ def seed_torch(seed: int, device: torch.device) -> None:
 def keys(seed: int, purpose: str, ids: Iterable[tuple[int, ...]]) -> Tensor:
     """One 64-bit key for each tuple of ids: int64 [number of tuples], for `bits`.
 
-    The tuples are of one length. A key is that of `seed_sequence`, generate_state(1, uint64). All
-    are computed at once, a hundred times as fast, by its algorithm.
+    The tuples are of one length. A key is `seed_sequence(…).generate_state(1, uint64)`. All are
+    computed at once, a hundred times as fast, by its algorithm.
 
     References:
         O'Neill (2015), pcg-random.org/posts/developing-a-seed_seq-alternative.html, seed_seq_fe128,
         with numpy's constants.
     """
     listed = list(ids)
-    of_ids = np.array(listed, dtype=np.uint32).reshape(len(listed), -1 if listed else 0)
+    id_words = np.array(listed, dtype=np.uint32).reshape(len(listed), -1 if listed else 0)
     seed = int(seed)
-    of_seed = [seed >> bit & 0xFFFFFFFF for bit in range(0, max(128, seed.bit_length()), 32)]
-    common = [np.array([word], dtype=np.uint32) for word in (*of_seed, _word(purpose))]
-    words = [*common, *of_ids.T]  # each [1] or [key]
+    seed_words = [seed >> bit & 0xFFFFFFFF for bit in range(0, max(128, seed.bit_length()), 32)]
+    common = [np.array([word], dtype=np.uint32) for word in (*seed_words, _word(purpose))]
+    words = [*common, *id_words.T]  # each [1] or [key]
     constant = 0x43B0D7E5
 
     def hashed(value: Words, factor: int = 0x931E8875) -> Words:

@@ -22,7 +22,7 @@ class ShardedLayout(Layout):
     """The layout of this shard's blocks of rows, in the order of the whole tensors.
 
     Attributes:
-        shapes, starts, stacks, size: Those of the blocks. A block may be without rows.
+        shapes, starts, stacks, size: The blocks' own. A block may be without rows.
     """
 
     shards: Shards
@@ -92,7 +92,7 @@ class ShardedLayout(Layout):
 
 
 def _divided(block: Tensor, shape: Sequence[int], placement: "Shard", shards: Shards) -> "DTensor":
-    """The DTensor of this shape of which this process has a block."""
+    """The DTensor of this shape, from this process's block."""
     from torch.distributed.tensor import DTensor
 
     stride = [prod(shape[axis + 1 :]) for axis in range(len(shape))]
@@ -103,9 +103,8 @@ def _divided(block: Tensor, shape: Sequence[int], placement: "Shard", shards: Sh
 
 
 class BlockLayout(Layout):
-    """A layout in which each block of a sharded one counts as a tensor of its own.
-
-    Norms of all elements of a worker are still those of the replica.
+    """A layout that counts each block of a sharded one as a separate tensor. Norms of all elements
+    of a worker are still the replica's norms.
     """
 
     def __init__(self, sharded: ShardedLayout):

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 class Shards:
     """The processes of this replica, over which the rows of all tensors are divided.
 
-    Blocks of rows are those of torch.chunk: ⌈rows/size⌉ each, as far as there are rows.
+    Blocks of rows are divided as by torch.chunk: ⌈rows/size⌉ each, as far as there are rows.
 
     Args:
         mesh: The processes, a mesh of one dimension.
@@ -56,7 +56,7 @@ class Shards:
         return tensor
 
     def all(self, holds: bool) -> bool:
-        """Whether something holds in all shards."""
+        """True if something holds in all shards."""
         fails = torch.tensor(float(not holds), device=self.device)
         return not self.max_(fails).item()
 

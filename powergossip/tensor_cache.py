@@ -13,15 +13,15 @@ class TensorCache(Generic[V]):
     """Values derived from the memory of tensors: views of it, or message transports.
 
     A value is kept for an *owner*, the tensor that is not a view of another one, and the geometry
-    of a view: address, shape and strides. (A view of another dtype is an owner of its own, as
-    PyTorch does not record its base.) The expression `x[:, :100]` therefore finds the
-    same value every time, although it creates a new tensor object. The value is released when the
-    owner and all its views are gone.
+    of a view: address, shape and strides. (A view of another dtype is another owner, as PyTorch
+    does not record its base.) The expression `x[:, :100]` therefore finds the same value every
+    time, although it creates a new tensor object. The value is released when the owner and all its
+    views are gone.
 
-    Reuse of an address is no danger. A value holds the memory that it refers to, so that no other
-    tensor can get it as long as the value is kept, and a hit requires the very same owner object.
-    Hence hits and misses depend on the program alone, not on when garbage is collected, and are the
-    same in all processes.
+    Reuse of an address is safe. A value holds the memory that it refers to, so that no other tensor
+    can get it as long as the value is kept, and a hit requires the very same owner object. Hence
+    hits and misses depend on the program alone, not on when garbage is collected, and are the same
+    in all processes.
     """
 
     def __init__(self) -> None:

@@ -11,9 +11,8 @@ Tree = Any  # dict[str, Tree] | list[Tree] | Tensor | int | float | str | None
 
 
 def map_tensors(change: Callable[..., Tensor], tree: Tree, *others: Tree) -> Tree:
-    """Return a tree with change(tensor, *those of the others) in place of each tensor.
-
-    Other leaves are those of the first tree.
+    """Return a tree with change(tensor, *tensors of the others) in place of each tensor. Other
+    leaves come from the first tree.
     """
     if isinstance(tree, Tensor):
         return change(tree, *others)

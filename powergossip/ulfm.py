@@ -1,4 +1,4 @@
-"""ULFM, the part of MPI with which a run survives the end of a process."""
+"""ULFM, the part of MPI that lets a run survive the end of a process."""
 
 import os
 
@@ -6,13 +6,13 @@ _FAILED = (75, 76)  # MPI_ERR_PROC_FAILED and MPI_ERR_PROC_FAILED_PENDING of Ope
 
 
 def enabled() -> bool:
-    """Whether the launcher has enabled ULFM. Without it, the end of a process ends all."""
+    """True if the launcher has enabled ULFM. Without it, the end of a process ends all."""
     value = os.environ.get("OMPI_MCA_mpi_ft_enable", "")  # noqa: SIM112 mpirun's spelling
     return value.lower() in ("1", "true")
 
 
 def is_loss(error: BaseException) -> bool:
-    """Whether an exception is MPI's report of a process that has ended."""
+    """True if an exception is MPI's report of a process that has ended."""
     error_class = getattr(error, "Get_error_class", None)
     return error_class is not None and error_class() in _FAILED
 

@@ -57,7 +57,7 @@ def warm(setting: Setting, case: Case, layout: Layout) -> Rule:
 
 
 def first_wait(setting: Setting, case: Case, layout: Layout) -> str | None:
-    """The first line of the library at which a step waits for the device. None if there is none."""
+    """The first line of the library at which a step waits for the device, or None."""
     rule = warm(setting, case, layout)
     if not setting.on_gpu:
         with _Waits() as waits:
@@ -139,7 +139,7 @@ class _Waits(TorchDispatchMode):
 
 
 def _has_mask(args: Any) -> bool:
-    """Whether an operation is given a boolean index, whose true elements the host must count."""
+    """True if an operation is given a boolean index, whose true elements the host must count."""
     indices = args[1] if len(args) > 1 and isinstance(args[1], (list, tuple)) else ()
     return any(isinstance(i, torch.Tensor) and i.dtype == torch.bool for i in indices)
 

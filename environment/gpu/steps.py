@@ -19,7 +19,7 @@ from powergossip.network import Network, Processes
 from powergossip.parameters import Layout
 
 WORKERS = (8, 64)  # in this process, on a ring
-SECONDS = 110.0  # after which cases are left out
+SECONDS = 110.0  # later cases are skipped
 RULES: list[tuple[str, dict[str, Any]]] = [
     ("all-reduce", {}),
     ("dpsgd", {}),
@@ -35,7 +35,7 @@ RULES: list[tuple[str, dict[str, Any]]] = [
 
 
 def main(setting: Setting) -> None:
-    """Measure all rules. A case that does not fit into the memory is left out."""
+    """Measure all rules. A case that does not fit into the memory is skipped."""
     models, workers = (
         (list(MODELS), WORKERS) if setting.on_gpu else (["matrix100", "resnet20"], [8])
     )

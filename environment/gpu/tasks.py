@@ -12,7 +12,7 @@ from powergossip.tasks.language_models import Transformer
 
 
 def images(options: TaskOptions, samples: int = 4096, size: int = 32) -> Task:
-    """Images of random pixels, in 10 classes: by default as large as those of CIFAR-10."""
+    """Images of random pixels, in 10 classes: by default as large as CIFAR-10's."""
     random = torch.Generator().manual_seed(0)
 
     def split(count: int) -> LabeledImages:

@@ -11,7 +11,7 @@ communication itself: it yields messages and is resumed with the received ones (
     power_gossip.py   PowerGossip
     directions.py     its memory and orthonormalization
     compiled_directions.py      the same in compiled loops, on a CPU
-    rates.py          diffusion rates: the best, the largest, those of compressed messages
+    rates.py          diffusion rates: the best, the largest, rates of compressed messages
     learning/         learning rules on top of averaging algorithms: D-PSGD and others
     aggregation.py    the interface of compressed gradients: power_sgd.py, dgc.py,
                       error_feedback.py, sign_sgd.py

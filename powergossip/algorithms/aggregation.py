@@ -27,13 +27,13 @@ from powergossip.parameters import Layout
 class Aggregation(Protocol):
     """Approximates the mean gradient. The residual of each worker is part of the next step.
 
-    Gradients are without weight decay, which is added to the mean. A class of your own derives from
-    this one: then `step` suffices if it has no state.
+    Gradients are without weight decay, which is added to the mean. Derive your own class from this
+    one: then `step` suffices if it has no state.
 
     Attributes:
-        owns_momentum: Whether it applies momentum itself (see OwnsMomentum), and the local
+        owns_momentum: True if it applies momentum itself (see OwnsMomentum), and the local
             optimizer has none.
-        clips: Whether it clips gradients itself.
+        clips: True if it clips gradients itself.
     """
 
     @property
@@ -150,7 +150,7 @@ AGGREGATIONS: dict[str, options.Builder] = {
     "sparse-loco": chunked.SparseLoCo,
     "demo": chunked.DeMo,
 }
-# Those of the displacements of several local steps: for learning.CentralizedLocal.
+# Aggregations of displacements of several local steps: for learning.CentralizedLocal.
 OF_LOCAL_STEPS = frozenset({"sparse-loco"})
 
 

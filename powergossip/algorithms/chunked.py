@@ -25,7 +25,7 @@ class SparseLoCo(ErrorFeedback):
         e_i ← e_i − C(e_i)
 
     Sarfi, Thérien, Lidin & Belilovsky (2025), arXiv:2508.15706, Algorithm 1. Outer momentum would
-    repeat displacements that the error already repeats, and is none of its options. Their code
+    repeat displacements that the error already repeats, so it is not an option. Their code
     (tplr-ai/CCLoco, c01a785) has mean_over=senders, and applies α twice.
 
     With β < 1 the errors are forgotten, and the fixed point is biased where data differ.

@@ -108,7 +108,7 @@ class Loops:
         return message
 
     def _draw_positions(self, counter: int) -> None:
-        """The positions of the `counter`-th message, the same as those of the compressor."""
+        """The positions of the `counter`-th message, the same as the compressor's."""
         codec, start = self._codec, 0
         assert isinstance(codec.compressor, RandomK | RandomBlock)
         enough = self._functions.draw(self._at, counter)
@@ -143,8 +143,7 @@ class Loops:
     ) -> None:
         """x̂ ← x̂ + q for all copies, then x ← x + Σ_j r_ij (x̂_j − x̂_i).
 
-        The own messages are those encoded last. `flow` is that of the copies, and is kept up to
-        date.
+        The own messages are those encoded last. `flow` is the copies' flow, and is kept up to date.
         """
         self._functions.choco(
             *(self._at, rates.shape[1], kernels.address(rates)),

@@ -31,11 +31,11 @@ class ChocoGossip:
 
     Koloskova, Stich & Jaggi (2019), arXiv:1902.00340, Algorithm 1. Sends C's message to every
     neighbor. The authors save memory by keeping only the sum Σ_j w_ij x̂_j. Every x̂_j is kept here,
-    because the rounding errors of the sum differ from those of its terms, accumulate, and make the
+    because the sum's rounding errors differ from the errors of its terms, accumulate, and make the
     mean drift, while the copies are the same to the bit at both ends.
 
     With a copy rate α below 1, the copies follow more slowly, as in LEAD (Liu et al. 2021,
-    arXiv:2007.00232), whose unbiased compressors are no contraction::
+    arXiv:2007.00232), whose unbiased compressors are not contractions::
 
         ŷ_j = x̂_j + q_j,   x̂_j ← x̂_j + α q_j,   x_i ← x_i + γ Σ_j w_ij (ŷ_j − ŷ_i)
 
@@ -121,7 +121,8 @@ class ChocoGossip:
         self._steps += 1
 
     def increment(self, x: Tensor, out: Tensor) -> Conversation:
-        """out_i ← Σ_j γ w_ij (ŷ_j − ŷ_i). Messages are in single precision, whatever that of x."""
+        """out_i ← Σ_j γ w_ij (ŷ_j − ŷ_i). Messages are in single precision, whatever the precision
+        of x."""
         codec, t = self.codec, self._steps
         message = self.message(x, t)
         received = codec.incoming((yield ToAll(codec.outgoing(message))))

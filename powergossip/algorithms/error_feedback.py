@@ -1,6 +1,6 @@
 """Error-feedback SGD: all workers apply the mean of compressed gradients, with any compressor.
 
-`optimizers.ErrorFeedback` puts it into a training loop of your own.
+`optimizers.ErrorFeedback` puts it into your own training loop.
 
 Axes: worker (hosted here). Each worker has D elements.
 """
@@ -124,7 +124,7 @@ class ErrorFeedback:
         self._last_rates: tuple[float, ...] = self._rates
 
     def at_epoch(self, epoch: float) -> None:
-        """Error feedback has no schedule of its own."""
+        """Error feedback has no schedule."""
 
     def at_learning_rate(self, *rates: float) -> None:
         """Set η of the next step: one for all tensors, or one for each, as in layout.shapes."""

@@ -94,7 +94,7 @@ def _rows(received: Rows | Tensor) -> Rows:
 
 
 def _fits(tensor: Tensor) -> bool:
-    """Whether compiled loops accept a tensor [*, element]."""
+    """True if compiled loops accept a tensor [*, element]."""
     return tensor.dtype == torch.float32 and tensor.stride(-1) == 1
 
 

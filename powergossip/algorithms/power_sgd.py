@@ -1,6 +1,6 @@
 """PowerSGD: all workers apply one mean gradient, approximated by matrices of low rank.
 
-`optimizers.PowerSGD` puts it into a training loop of your own. power_sgd_reference.py is the same
+`optimizers.PowerSGD` puts it into your own training loop. power_sgd_reference.py is the same
 algorithm without the batching, to be read beside the paper.
 
 Axes: worker (hosted here), batch (the layers of one worker, or one layer of all workers, see
@@ -77,7 +77,7 @@ class PowerSGDConfig:
         return self.num_iters_per_step * rank * (rows + columns) / 2
 
     def compresses(self, rows: int, columns: int) -> bool:
-        """Whether a matrix of this shape is compressed."""
+        """True if a matrix of this shape is compressed."""
         return rows * columns > self.min_compression_rate * self.elements(rows, columns)
 
 
@@ -107,8 +107,8 @@ class Aggregation:
 
     Cost on the wire per half-iteration: an all-reduce of rank · rows (or columns) elements for each
     compressed matrix. The first one of a step includes all other tensors, uncompressed. Elements
-    are of `dtype`, by default that of the network, as are gradient and mean. Random directions have
-    the precision of float32, and are orthonormalized in float64.
+    are of `dtype`, by default the network's, as are gradient and mean. Random directions have the
+    precision of float32, and are orthonormalized in float64.
     """
 
     owns_momentum: ClassVar[bool] = False
@@ -331,7 +331,8 @@ class _Group:
 
         M is not written until `apply`. After the step's updates j so far, M_t = M − Σ_j left_jᵀ
         right_j, so M_t in = M in − Σ_j left_jᵀ (right_j in). `iteration` counts them. The bits of
-        products depend on the alignment of operands: that of factors is the same in all layouts.
+        products depend on the alignment of operands: factors have the same alignment in all
+        layouts.
         """
         directions = self.directions[side].expand(self._batch, -1, -1)
         factors, others = self._own[side], self._own[1 - side]  # of the side of `in`, and of `out`
@@ -353,7 +354,7 @@ class _Group:
         self.directions[1 - side].copy_(out)
 
     def orthonormalize(self, side: int, counter: int) -> None:
-        """Orthonormalize `in` on this side; `counter` is that of half-iterations."""
+        """Orthonormalize `in` on this side; `counter` counts half-iterations."""
         directions = self.directions[side]
         directions.copy_(
             orthonormalize(directions, lambda attempt: self._random(side, counter, attempt))

@@ -1,4 +1,4 @@
-"""Diffusion rates γ: the best one, the largest one that converges, those of compressed messages.
+"""Diffusion rates γ: the best one, the largest one that converges, rates of compressed messages.
 
 Symbols: W the mixing matrix, λ_2 ≤ … ≤ λ_max the non-zero eigenvalues of I − W.
 """
@@ -18,7 +18,7 @@ from powergossip.topologies import Topology
 
 AUTO = "auto"
 _ROUNDING = 1e-6  # relative, of a rate in single precision
-STABLE = 0.9  # of a default rate, relative to the largest with which a learning rule is stable
+STABLE = 0.9  # of a default rate, relative to the largest stable rate of a learning rule
 MARGIN = 2.0  # between the default rates of compressed messages and rates that may diverge
 DIRECTED = 2 / 3  # of default rates on a directed graph, relative to the largest stable ones
 
@@ -46,10 +46,10 @@ def best(topology: Topology) -> float:
 def at_most(
     rate: float | BySize | None, largest: float, lags: bool = False
 ) -> float | BySize | None:
-    """The rate, or those of tensors by their size, but none above the largest.
+    """The rate, or rates of tensors by their size, but at most the largest.
 
     Args:
-        lags: Whether the inverses of both add up: copies that lag limit a rate on a directed graph
+        lags: True if the inverses of both add up: copies that lag limit a rate on a directed graph
             as momentum does.
     """
 
@@ -65,7 +65,7 @@ def checked(network: Network, rate: Rate | str) -> Rate:
     """Return the rate of an algorithm that the spectrum of W bounds, where "auto" is the best one.
 
     Warns of a rate above 2/λ_max on a static undirected topology, once per topology and only on
-    process 0. For other topologies that bound means nothing, and there is no warning.
+    process 0. For other topologies that bound means nothing, and no warning is given.
 
     Raises BadValue for "auto" without a spectrum, and for other strings.
     """
@@ -122,7 +122,7 @@ def of_choco(
     complex there, with |λ − m| ≤ m. Copies that follow x at a rate δ, E C(v) = δ v, are stable for
     all of these λ up to γ = δ/(m (2 − δ)).
 
-    If tensors have copy rates of their own, they have such γ, too: a function of their size.
+    If tensors have their own copy rates, they have such γ, too: a function of their size.
 
     Args:
         factor: Factor of a learning rule.
@@ -150,7 +150,7 @@ def copy_rate(compressor: Compressor) -> float | BySize:
 def of_deepsqueeze(
     topology: Topology, layout: Layout, compressor: Compressor, factor: float = 1.0
 ) -> float:
-    """Return the default γ of DeepSqueeze, that of CHOCO-Gossip, but at most 0.1.
+    """Return the default γ of DeepSqueeze: CHOCO-Gossip's, but at most 0.1.
 
     Its errors do not vanish at agreement, and grow with γ.
     """
@@ -160,7 +160,7 @@ def of_deepsqueeze(
 
 
 def warn_of_rule(name: str, network: Network, rate: float, largest: float) -> None:
-    """Warn of a rate with which a learning rule is unstable, `largest` or more.
+    """Warn of a rate that makes a learning rule unstable, `largest` or more.
 
     Once per topology, and only on process 0.
     """
@@ -211,7 +211,7 @@ def choco_rate(topology: Topology, contraction: float) -> float:
 
     Koloskova, Stich & Jaggi (2019), arXiv:1902.00340, Theorem 2, where ξ is written δ, and δ is ω.
     In practice this is about 400 times too small: 3.5e-5 for top 1 % on a ring of 8, where the
-    default of 0.015 converges. It is no default of any program.
+    default of 0.015 converges. No program has it as a default.
 
     Raises:
         ValueError: Unless 0 < contraction ≤ 1, and for a directed or time-varying topology.

@@ -66,8 +66,8 @@ def _choco(
         diffusion_rate: Diffusion rate γ. By default it follows from the compressor, the tensors and
             the topology.
         compressor: Name of the compressor.
-        copy_rate: Rate at which public copies follow the parameters. By default that of the
-            compressor, less than 1 for an unbiased one.
+        copy_rate: Rate at which public copies follow the parameters. By default the compressor's,
+            less than 1 for an unbiased one.
     """
     codec = _codec(network, layout, compressor, compressor_options, seed)
     rate: Any = diffusion_rate
@@ -140,9 +140,9 @@ def defaults(name: str, given: Mapping[str, Any] | None = None) -> dict[str, Any
     """Return option → default of an algorithm, including the options of its compressor: the one
     that `given` names, or the default one.
 
-    The diffusion rate is None where it depends on the graph and the tensors: see `default_rate`. A
-    copy rate is that of the compressor. It is None where it depends on the sizes of tensors, and
-    for bad options of the compressor, with which `make` raises ValueError.
+    The diffusion rate is None where it depends on the graph and the tensors: see `default_rate`.
+    The compressor has the copy rate. It is None where it depends on the sizes of tensors, and for
+    bad options of the compressor, for which `make` raises ValueError.
 
     Raises:
         ValueError: For an unknown name.
@@ -192,7 +192,7 @@ def default_rate(
 
     Args:
         factor: Factor of a learning rule on a rate that depends on graph and tensors.
-        largest: Largest rate with which a learning rule is stable.
+        largest: Largest stable rate of a learning rule.
 
     Raises:
         ValueError: For bad options, and for a compressor without such a rate on a directed graph.
@@ -219,8 +219,8 @@ def _on_undirected(topology: Topology) -> str:
 def warn_of_rate(
     name: str, network: Network, layout: Layout, given: Mapping[str, Any], factor: float = 1.0
 ) -> None:
-    """Warn of a diffusion rate in the options `given` with which the algorithm may diverge in a
-    long run. Once per topology, and only on process 0.
+    """Warn of a diffusion rate in the options `given` that may make the algorithm diverge in a long
+    run. Once per topology, and only on process 0.
 
     Args:
         factor: Factor of a learning rule on the default rate.

@@ -1,6 +1,6 @@
 """signSGD with majority vote: all workers apply the sign that most of them have, of each element.
 
-`optimizers.SignSGD` puts it into a training loop of your own.
+`optimizers.SignSGD` puts it into your own training loop.
 
 Axes: worker (hosted here). Each worker has D elements.
 """

@@ -1,7 +1,7 @@
 """Methods side by side on fixed tasks, each tuned with the same number of runs::
 
 tasks.py         tasks, and what an entry may tune
-entries.py       entries: those of the library, and files of users
+entries.py       entries: the library's, and files of users
 program.py       the runs of an entry on a task
 data.py          data of the tasks
 measuring.py     the cost of a step: bits, state, CPU time, predicted seconds

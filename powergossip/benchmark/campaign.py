@@ -88,7 +88,7 @@ class Campaign:
             ) from error
 
     def results(self) -> dict[str, Any]:
-        """What is known of each task whose runs are done."""
+        """Known facts of each task whose runs are done."""
         found = {}
         for task in self.tasks:
             if not (self._is_done(task, TUNING) and self._is_done(task, FINAL)):

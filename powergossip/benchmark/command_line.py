@@ -167,9 +167,9 @@ def _run(options: argparse.Namespace) -> None:
 
 
 def accepts(entry: Entry, task: BenchmarkTask, tier: str, named: bool = False) -> bool:
-    """Whether a task accepts the settings of an entry. Says so if it accepts none.
+    """True if a task accepts the settings of an entry. Says so if it accepts no setting.
 
-    Raises BadInput if it accepts some of them only, is named, or has a list of its own.
+    Raises BadInput if it accepts some of them only, is named, or has its own list.
     """
     from powergossip.benchmark import program
 
@@ -242,7 +242,7 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _name(method: str | None) -> str | None:
-    """The name of an entry, also from that of a file."""
+    """The name of an entry, also from the name of a file."""
     if method is None or Path(method).suffix not in (".py", ".json"):
         return method
     return Path(method).stem

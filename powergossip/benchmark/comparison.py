@@ -54,15 +54,16 @@ class Line:
     def to_target(self, key: str) -> list[float]:
         """The value of each run where the mean model reaches the target, ∞ if it does not.
 
-        Linear between evaluations, but for consensus, where there are many: the first one. At most
-        this much where it is that of the first one, see `is_bound`. [] if a run diverged.
+        Linear between evaluations, but for consensus, where there are many: the first one. The
+        value is an upper bound where it is the first evaluation's, see `is_bound`. [] if a run
+        diverged.
         """
         kept = [] if self.diverged else self.runs
         return [self._reached(run["evaluations"], key) for run in kept]
 
     @property
     def is_bound(self) -> bool:
-        """Whether a run has reached the target before its first evaluation."""
+        """True if a run has reached the target before its first evaluation."""
         sign = 1 if self.task.measure.larger_is_better else -1
         return any(sign * (run["evaluations"][0]["mean"] - self.target) >= 0 for run in self.runs)
 
@@ -84,12 +85,12 @@ class Line:
         """Seconds of each run to the target at a rate of the links: predicted, or virtual."""
         if self.task.is_virtual:
             return self.to_target("seconds")
-        of_step = self.found["step_seconds"].get(rate, math.nan)
-        return [steps * of_step for steps in self.to_target("step")]
+        step_seconds = self.found["step_seconds"].get(rate, math.nan)
+        return [steps * step_seconds for steps in self.to_target("step")]
 
 
 def same_data(task: BenchmarkTask, first: str, second: str) -> bool:
-    """Whether results with these hashes are of the same data.
+    """True if results with these hashes are of the same data.
 
     Matrices of consensus always are. They are computed, so that their last bits depend on the
     processor.
@@ -101,20 +102,20 @@ def lines(
     task: BenchmarkTask, tier: str, entries: Iterable[Mapping[str, Any]]
 ) -> tuple[list[Line], list[str]]:
     """The lines of a task, best first, and the names of entries with another version or data."""
-    of_task = {
+    results = {
         entry["name"]: entry["tiers"][tier][task.name]
         for entry in entries
         if task.name in entry["tiers"].get(tier, {})
     }
-    current = {name: found for name, found in of_task.items() if found["version"] == task.version}
+    current = {name: found for name, found in results.items() if found["version"] == task.version}
     if not current:
-        return [], list(of_task)
+        return [], list(results)
     ((usual, _),) = Counter(found["data"] for found in current.values()).most_common(1)
     kept = {name: found for name, found in current.items() if same_data(task, found["data"], usual)}
     resolution = 1 / task.values_of(tier).get("task_options", {}).get("test_images", math.inf)
     made = [Line(n, task, task.targets[tier], found, resolution) for n, found in kept.items()]
     made.sort(key=lambda line: line.quality, reverse=True)
-    return made, [name for name in of_task if name not in kept]
+    return made, [name for name in results if name not in kept]
 
 
 @dataclass(frozen=True)
@@ -149,17 +150,17 @@ def pair(first: Line, second: Line) -> Pair:
 
 
 def difference(first: Line, second: Line, level: float = LEVEL) -> tuple[float, float]:
-    """The mean of first − second over the seeds of which neither run diverged.
+    """The mean of first − second over the seeds whose two runs did not diverge.
 
     Returns it, and half of its interval, at least the resolution: equal differences of a few seeds
-    are no proof. The interval of less than two seeds has no ends. It is about the seeds, not about
+    prove nothing. The interval of less than two seeds has no ends. It is about the seeds, not about
     other test data.
     """
-    of_second = {run["seed"]: run["evaluations"][-1]["mean"] for run in second.runs}
+    second_means = {run["seed"]: run["evaluations"][-1]["mean"] for run in second.runs}
     differences = [
-        run["evaluations"][-1]["mean"] - of_second[run["seed"]]
+        run["evaluations"][-1]["mean"] - second_means[run["seed"]]
         for run in first.runs
-        if run["seed"] in of_second
+        if run["seed"] in second_means
     ]
     n = len(differences)
     mean = sum(differences) / n if n else math.nan

@@ -34,7 +34,7 @@ from powergossip.training.config import RunKeys
 KEYS = set(RunKeys.__dataclass_fields__)  # of train.py, beside the options of methods
 DPSGD = "dpsgd"  # averaging without a learning rule
 MODULE = "benchmark_entry"  # name of a user's file as a module
-ALL = "all"  # in place of the name of a task, all tasks without a list of their own
+ALL = "all"  # in place of the name of a task, all tasks without their own list
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,10 @@ class Entry:
     """A method with its settings.
 
     Attributes:
-        source: Text of the user's file. "" for one of the library.
-        settings: Settings of each task that the method takes part in, in the order in which they
-            are tried.
-        demanded: Tasks that have a list of their own. Of the others, those that do not accept the
-            settings are left out.
+        source: Text of the user's file. "" for an entry of the library.
+        settings: Settings of each task that the method takes part in, in the order of their trials.
+        demanded: Tasks that have their own list. Other tasks are skipped if they do not accept the
+            settings.
     """
 
     name: str
@@ -65,7 +64,7 @@ def find(text: str) -> Entry:
     """The entry of a library's method by its name, of a file NAME.py, or of a file of results.
 
     Raises:
-        BadInput: If there is none, or if its settings are not accepted.
+        BadInput: If there is no such entry, or if its settings are not accepted.
     """
     path = Path(text)
     if text in library.ENTRIES:
@@ -81,7 +80,7 @@ def find(text: str) -> Entry:
         reason = error.strerror if isinstance(error, OSError) else "not text in UTF-8"
         raise BadInput(f"{path} cannot be read: {reason}") from error
     if path.suffix == ".py":
-        return of_source(content, path)
+        return from_source(content, path)
     try:
         found = json.loads(content)
         name, source = found["name"], found["source"]
@@ -91,17 +90,17 @@ def find(text: str) -> Entry:
         raise BadInput(f"{path} is no file of results; `run` writes them") from error
     check_name(name)
     if source:
-        return of_source(source, path, name)
+        return from_source(source, path, name)
     if name not in library.ENTRIES:
         raise BadInput(f'{path} has no source, and the library no entry "{name}"')
     return find(name)
 
 
-def of_source(source: str, path: Path, name: str | None = None) -> Entry:
+def from_source(source: str, path: Path, name: str | None = None) -> Entry:
     """The entry of a user's file with this text, which is executed. Raises BadInput.
 
     Args:
-        name: Its name where the file has none. None: that of the path.
+        name: Its name where the file has none. None: the path's name.
     """
     module = ModuleType(MODULE)
     module.__file__ = str(path)
@@ -161,8 +160,9 @@ def _entry(name: str, source: str, given: Any) -> Entry:
     return Entry(name, source, found, frozenset(demanded))
 
 
-def _settings(task: BenchmarkTask, given: Any, of_all: bool) -> list[Values]:
-    """Check the settings of a task. Of those of all tasks, consensus takes the keys it has."""
+def _settings(task: BenchmarkTask, given: Any, for_all: bool) -> list[Values]:
+    """Check the settings of a task. From the settings of all tasks, consensus takes the keys it
+    has."""
     ok = isinstance(given, Sequence) and all(
         isinstance(s, Mapping) and isinstance(s.get("optimizer"), str) for s in given
     )
@@ -176,12 +176,12 @@ def _settings(task: BenchmarkTask, given: Any, of_all: bool) -> list[Values]:
         for key in setting:
             if not isinstance(key, str) or not (key in KEYS or key.startswith(OPTION)):
                 raise BadInput(f"SETTINGS of {task.name}: the key {key} is unknown")
-            if not task.accepts(key) and not (of_all and task.is_consensus):
+            if not task.accepts(key) and not (for_all and task.is_consensus):
                 raise BadInput(
                     f"SETTINGS of {task.name}: the key {key} belongs to the task; settings have "
                     f"the keys of the method, its graph and its local optimizer"
                 )
-        if of_all and task.is_consensus and setting.get("learning", DPSGD) != DPSGD:
+        if for_all and task.is_consensus and setting.get("learning", DPSGD) != DPSGD:
             continue  # a learning rule
         kept = {k: v for k, v in setting.items() if task.accepts(k)}
         try:

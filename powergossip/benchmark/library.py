@@ -1,6 +1,6 @@
 """Settings of the library's methods.
 
-The order of settings is that of the quick tier, which tries the first ones only.
+The quick tier tries only the first settings, in this order.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,11 +32,11 @@ def _method(
     """Learning rates on all tasks, and settings of agreement: by default without options.
 
     Args:
-        late: Whether the method has exchanges that may be late or lost.
+        late: True if the method has exchanges that may be late or lost.
     """
     values: Values = {"optimizer": optimizer, **more}
-    of_method = [key for key in values if key.startswith("optimizer") or key in OF_GRAPH]
-    own = {key: values[key] for key in of_method}
+    method_keys = [key for key in values if key.startswith("optimizer") or key in OF_GRAPH]
+    own = {key: values[key] for key in method_keys}
     settings = {
         CONSENSUS: [own] if consensus is None else consensus,
         FASHION_MNIST: _rates(values, _OF_SGD),
@@ -56,7 +56,7 @@ def _compressed(optimizer: str, **more: Any) -> Settings:
 
 
 def _learning(rule: str, optimizer: str = "dpsgd", *, late: bool = True, **more: Any) -> Settings:
-    """A learning rule. Agreement is that of its averaging rule alone."""
+    """A learning rule. It has no settings of agreement, which concerns its averaging rule alone."""
     return _method(optimizer, consensus=(), late=late, learning=rule, **more)
 
 
@@ -70,12 +70,12 @@ def _gradients(optimizer: str, **more: Any) -> Settings:
     return _method(optimizer, consensus=(), late=False, **more)
 
 
-def _of_sgd(settings: Settings) -> Settings:
+def _sgd_on_text(settings: Settings) -> Settings:
     """With SGD on texts too."""
     return {**settings, TEXT: _rates(_with_sgd(settings[TEXT][0]), _OF_SGD_ON_TEXT)}
 
 
-def _of_signs(settings: Settings) -> Settings:
+def _sgd_of_signs(settings: Settings) -> Settings:
     """With SGD on all data, whose updates have the learning rate as their size."""
     return {
         **settings,
@@ -121,20 +121,20 @@ ENTRIES: dict[str, Settings] = {
     "quasi-global-momentum": _learning("quasi-global-momentum"),
     "gradient-tracking": _learning("gradient-tracking"),
     "k-gt": _learning("k-gt", late=False, **_ROUNDS),
-    "momentum-tracking": _of_sgd(_learning("momentum-tracking", late=False)),
-    "gt-nsgd": _of_sgd(_learning("gt-nsgd", late=False)),
+    "momentum-tracking": _sgd_on_text(_learning("momentum-tracking", late=False)),
+    "gt-nsgd": _sgd_on_text(_learning("gt-nsgd", late=False)),
     "exact-diffusion": _learning("exact-diffusion"),
-    "beer": _of_sgd(_learning("beer", "choco", late=False)),
-    "motef": _of_sgd(_learning("motef", "choco", late=False)),
+    "beer": _sgd_on_text(_learning("beer", "choco", late=False)),
+    "motef": _sgd_on_text(_learning("motef", "choco", late=False)),
     "relay-sgd": _learning("relay-sgd", topology="binary-tree"),
     "diloco": _learning("diloco", "all-reduce", late=False, **_ROUNDS),
     "gasloc": _learning("gasloc", late=False, **_ROUNDS),
     "noloco": _learning("noloco", late=False, topology="random-matching", **_ROUNDS),
     "powersgd": _gradients("powersgd"),
-    "dgc": _of_sgd(_gradients("dgc")),
+    "dgc": _sgd_on_text(_gradients("dgc")),
     "ef-sgd-sign": _gradients("ef-sgd", optimizer_compressor="sign-and-norm"),
     "ef-sgd-top-k": _gradients("ef-sgd", optimizer_compressor="top-k"),
-    "signsgd": _of_signs(_gradients("signsgd")),
-    "demo": _of_signs(_gradients("demo", local_optimizer="sgd")),
+    "signsgd": _sgd_of_signs(_gradients("signsgd")),
+    "demo": _sgd_of_signs(_gradients("demo", local_optimizer="sgd")),
     "sparse-loco": _gradients("sparse-loco", **_ROUNDS),
 }

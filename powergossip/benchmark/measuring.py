@@ -48,14 +48,14 @@ def cost(
     if not task.is_consensus:
         found["state"] = _state(folder, values["n_workers"])
     method = _method(own)
-    fixed, of_neighbor = prediction.cpu_seconds(method, layout, seconds=0.3)
+    fixed, per_neighbor = prediction.cpu_seconds(method, layout, seconds=0.3)
     topology = graph(own, run["seed"])
     degree = sum(r.weights.nnz for r in topology.rounds) / topology.period / topology.n_workers
-    found["cpu"] = (fixed + degree * of_neighbor) / method.interval
+    found["cpu"] = (fixed + degree * per_neighbor) / method.interval
     last = run["evaluations"][-1]
     bits = 8e6 * last["MB"] / last["step"]
     traffic = _scaled(prediction.count(method, layout), topology, method, bits)
-    compute = prediction.Compute(task.gradient, fixed, of_neighbor)
+    compute = prediction.Compute(task.gradient, fixed, per_neighbor)
     for name, rate in RATES.items():
         cluster = prediction.Cluster(
             topology.n_workers, rate, LATENCY, per_message=PER_MESSAGE, per_byte=PER_BYTE
@@ -91,7 +91,7 @@ def _method(values: Values) -> PredictedMethod:
 
 
 def _scaled(traffic: Traffic, topology: Topology, method: PredictedMethod, bits: float) -> Traffic:
-    """Messages as long as those of the run, whose learning rule may send more variables.
+    """Messages as long as the run's, whose learning rule may send more variables.
 
     Args:
         bits: Bits that the worker with most receivers sends in a step.
@@ -115,7 +115,7 @@ def _scaled(traffic: Traffic, topology: Topology, method: PredictedMethod, bits:
 
 
 def busiest(folder: Path) -> float:
-    """The bits of the worker that has sent the most in a run, beside those of worker 0.
+    """The bits of the worker that has sent the most in a run, relative to worker 0's bits.
 
     1 for a run that diverged before its first checkpoint.
     """

@@ -29,15 +29,15 @@ def text(entries: Entries, tier: str, tasks: Sequence[str] | None, chosen: str |
         own = next((line for line in found if line.name == chosen), None)
         if chosen and own is None and chosen not in others:
             continue  # it takes no part in the task
-        of_task = [formatting.plain(table(found))] if found else []
+        tables = [formatting.plain(table(found))] if found else []
         if own is not None and len(found) > 1:
-            of_task.append(formatting.plain(pairs(own, found)))
+            tables.append(formatting.plain(pairs(own, found)))
         if others:
-            of_task.append(
+            tables.append(
                 f"  not compared, with other data or another version: {', '.join(others)}"
             )
-        if of_task:
-            parts += [f"{_title(task)}, {tier}", *of_task]
+        if tables:
+            parts += [f"{_title(task)}, {tier}", *tables]
     return (
         "\n\n".join(parts) + "\n"
         if parts
@@ -50,13 +50,13 @@ def write(entries: Entries, folder: Path, tasks: Sequence[str] | None = None) ->
     folder.mkdir(parents=True, exist_ok=True)
     written, sections, blocks = [], [], []
     for tier in TIERS:
-        of_tier = {task.name: lines(task, tier, entries)[0] for task in _of(tasks)}
-        if not any(of_tier.values()):
+        by_task = {task.name: lines(task, tier, entries)[0] for task in _of(tasks)}
+        if not any(by_task.values()):
             continue
-        rows = overview(of_tier)
+        rows = overview(by_task)
         sections.append(f"### Tier {tier}\n\n{_markdown(rows)}")
         blocks.append(f"<h2>Tier {tier}</h2>\n{_html(rows)}")
-        for name, found in of_tier.items():
+        for name, found in by_task.items():
             if not found:
                 continue
             figure = folder / f"{name}-{tier}.svg"
@@ -75,15 +75,15 @@ def write(entries: Entries, folder: Path, tasks: Sequence[str] | None = None) ->
     return [page, document, *written]
 
 
-def overview(of_tasks: Mapping[str, Sequence[Line]]) -> Table:
+def overview(by_task: Mapping[str, Sequence[Line]]) -> Table:
     """The quality of each entry on each task, entries by their mean rank."""
-    columns = {name: found for name, found in of_tasks.items() if found}
+    columns = {name: found for name, found in by_task.items() if found}
     ranks: dict[str, list[float]] = {}
     for found in columns.values():
         for rank, line in enumerate(found):
             ranks.setdefault(line.name, []).append(rank / max(1, len(found) - 1))
     cells = {
-        (line.name, name): _of_seeds(line, "mean") for name, of in columns.items() for line in of
+        (line.name, name): _seed_spread(line, "mean") for name, of in columns.items() for line in of
     }
     order = sorted(ranks, key=lambda name: sum(ranks[name]) / len(ranks[name]))
     header = ["entry", *(name.replace("_", " ") for name in columns)]
@@ -96,8 +96,8 @@ def table(found: Sequence[Line]) -> Table:
     measure = task.measure
     target = f"{measure.factor * found[0].target:g}"
     columns: dict[str, Callable[[Line], str]] = {
-        measure.title: lambda line: _of_seeds(line, "mean"),
-        "worst worker": lambda line: _of_seeds(line, "worst"),
+        measure.title: lambda line: _seed_spread(line, "mean"),
+        "worst worker": lambda line: _seed_spread(line, "worst"),
         "better · noise · worse": lambda line: _record(line, found),
         "MB sent": lambda line: _number(line.last("MB")),
         f"MB to {target}": lambda line: _bounded(line, line.to_target("MB")),
@@ -134,7 +134,7 @@ def pairs(own: Line, found: Sequence[Line]) -> Table:
 
 
 def _multiple(of: Sequence[float], than: Sequence[float]) -> str:
-    """The mean of values as a multiple of that of others."""
+    """The mean of values as a multiple of the mean of others."""
     if not of or not any(than):
         return ""
     return f"{sum(of) / len(of) * len(than) / sum(than):.3g}"
@@ -170,7 +170,7 @@ def _title(task: BenchmarkTask) -> str:
     return f"{task.title[:1].upper()}{task.title[1:]} ({task.name})"
 
 
-def _of_seeds(line: Line, key: str) -> str:
+def _seed_spread(line: Line, key: str) -> str:
     if line.diverged:
         return f"{line.diverged} of {len(line.found['runs'])} diverged"
     measure = line.task.measure

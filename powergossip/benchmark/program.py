@@ -185,8 +185,8 @@ def learn(
     split = "test" if final else "valid"
     mean = metrics.select_rows(rows, task.measure.name, split=f"{split}_avg")
     workers = metrics.select_rows(rows, task.measure.name, split=split)
-    of_epoch = workers.groupby("epoch")["value"]
-    worst = of_epoch.min() if task.measure.larger_is_better else of_epoch.max()
+    by_epoch = workers.groupby("epoch")["value"]
+    worst = by_epoch.min() if task.measure.larger_is_better else by_epoch.max()
     facts = json.loads((folder / "info.json").read_text())
     steps, busiest = facts["steps_per_epoch"], measuring.busiest(folder)
     evaluations = [

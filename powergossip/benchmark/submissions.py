@@ -27,8 +27,8 @@ OF_LIBRARY = Path(__file__).parent / "submissions"
 def save(entry: Entry, tier: str, tasks: Mapping[str, Any], folder: Path) -> tuple[Path, str]:
     """Write the results of a tier into the entry's file. Returns its path, and a note or "".
 
-    Results of other tiers and tasks are kept if they are those of the same source. A file of
-    another source is renamed.
+    Results of other tiers and tasks are kept if the same source produced them. A file of another
+    source is renamed.
     """
     path, note = folder / f"{entry.name}.json", ""
     content: dict[str, Any] = {"name": entry.name, "source": entry.source, "tiers": {}}
@@ -69,9 +69,9 @@ def read(path: Path) -> dict[str, Any]:
         found = json.loads(
             path.read_text(), parse_constant=_finite, parse_float=_finite, parse_int=_finite
         )
-        for of_tier in found["tiers"].values():
-            for name, of_task in of_tier.items():
-                _check_results(name, of_task)
+        for results in found["tiers"].values():
+            for name, result in results.items():
+                _check_results(name, result)
         ok = isinstance(found["source"], str) and isinstance(found["name"], str)
     except OSError as error:
         raise BadInput(f"{path} cannot be read: {error.strerror}") from error
@@ -90,18 +90,18 @@ def _finite(text: str) -> float:
     return int(text) if text.lstrip("-").isdecimal() else value
 
 
-def _check_results(name: str, of_task: Mapping[str, Any]) -> None:
+def _check_results(name: str, result: Mapping[str, Any]) -> None:
     """Raise one of several errors for results of a task that lack something."""
-    _ = of_task["version"] + 0, of_task["data"] + ""
-    _ = of_task["setting"].items(), of_task["made"].items()
-    _ = [(tried["setting"].items(), _optional(tried["score"])) for tried in of_task["tried"]]
-    _ = [_optional(of_task.get(key)) for key in ("state", "cpu")]
-    _ = [seconds + 0 for seconds in of_task["step_seconds"].values()]
+    _ = result["version"] + 0, result["data"] + ""
+    _ = result["setting"].items(), result["made"].items()
+    _ = [(tried["setting"].items(), _optional(tried["score"])) for tried in result["tried"]]
+    _ = [_optional(result.get(key)) for key in ("state", "cpu")]
+    _ = [seconds + 0 for seconds in result["step_seconds"].values()]
     keys = ["step", "mean", "worst", "MB"]
     keys += ["seconds"] if name in TASKS and TASKS[name].is_virtual else []
-    if not of_task["runs"]:
+    if not result["runs"]:
         raise ValueError
-    for run in of_task["runs"]:
+    for run in result["runs"]:
         _ = run["seed"] + 0
         if not run["diverged"] and not run["evaluations"]:
             raise ValueError
@@ -115,9 +115,10 @@ def _optional(number: Any) -> Any:
 
 
 def read_all(folders: list[Path], warn: Callable[[str], None] = print) -> list[dict[str, Any]]:
-    """The results in some folders. Later ones add tasks to those of the same entry and source.
+    """The results in some folders. Later ones add tasks to earlier ones of the same entry and
+    source.
 
-    Of two sources of an entry, the last one counts. Files without results are left out with a
+    Of two sources of an entry, the last one counts. Files without results are skipped with a
     warning.
     """
     found: dict[str, Any] = {}
@@ -133,8 +134,8 @@ def read_all(folders: list[Path], warn: Callable[[str], None] = print) -> list[d
                 continue
             before = found.get(content["name"])
             if before and before["source"] == content["source"]:
-                for tier, of_tier in content["tiers"].items():
-                    before["tiers"][tier] = {**before["tiers"].get(tier, {}), **of_tier}
+                for tier, results in content["tiers"].items():
+                    before["tiers"][tier] = {**before["tiers"].get(tier, {}), **results}
             else:
                 found[content["name"]] = content
     return list(found.values())
@@ -150,47 +151,47 @@ def problems(found: Mapping[str, Any], again: Mapping[str, Any] | None = None) -
     tiers, repeated = found["tiers"], common_tasks(found, again) if again else []
     if again:
         missing += ["the code differs"] * (found["source"] != again["source"])
-        of_both = [tier for tier in tiers if {*tiers[tier]} & {*again["tiers"].get(tier, {})}]
-        missing += ["no task was repeated"] * (not of_both)
+        shared = [tier for tier in tiers if {*tiers[tier]} & {*again["tiers"].get(tier, {})}]
+        missing += ["no task was repeated"] * (not shared)
     for tier in tiers:
         if tier not in TIERS:
             missing.append(f"the tier {tier} is unknown; use {', '.join(TIERS)}")
             continue
-        for name, of_task in tiers[tier].items():
+        for name, result in tiers[tier].items():
             where = f"{name}, {tier}"
             if name not in TASKS:
                 missing.append(f"the task {name} is unknown")
                 continue
-            of_file = _problems(TASKS[name], tier, of_task)
-            missing += [f"{where}: {text}" for text in of_file]
+            wrong = _problems(TASKS[name], tier, result)
+            missing += [f"{where}: {text}" for text in wrong]
             repetition = (again or {"tiers": {}})["tiers"].get(tier, {}).get(name)
-            if repetition and not same_data(TASKS[name], of_task["data"], repetition["data"]):
+            if repetition and not same_data(TASKS[name], result["data"], repetition["data"]):
                 missing.append(f"{where}: other data than in its repetition")
             if again and (tier, name) in repeated:
-                pair = of_task, again["tiers"][tier][name]
-                of_again = [t for t in _problems(TASKS[name], tier, pair[1]) if t not in of_file]
-                missing += [f"{where}, in its repetition: {text}" for text in of_again]
+                pair = result, again["tiers"][tier][name]
+                wrong_again = [t for t in _problems(TASKS[name], tier, pair[1]) if t not in wrong]
+                missing += [f"{where}, in its repetition: {text}" for text in wrong_again]
                 level = 1 - (1 - LEVEL) / len(repeated)  # of all tasks together: LEVEL
                 missing += [f"{where}: {t}" for t in _differing(TASKS[name], *pair, level)]
     return missing
 
 
 def common_tasks(found: Mapping[str, Any], again: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The tiers and tasks of which both files have results, of the same data."""
+    """The tiers and tasks with results in both files, of the same data."""
     return [
         (tier, task)
         for tier, tasks in found["tiers"].items()
-        for task, of_task in tasks.items()
+        for task, result in tasks.items()
         if (repeated := again["tiers"].get(tier, {}).get(task))
-        if task in TASKS and same_data(TASKS[task], of_task["data"], repeated["data"])
+        if task in TASKS and same_data(TASKS[task], result["data"], repeated["data"])
     ]
 
 
 def _differing(
-    task: BenchmarkTask, of_task: Mapping[str, Any], again: Mapping[str, Any], level: float
+    task: BenchmarkTask, result: Mapping[str, Any], again: Mapping[str, Any], level: float
 ) -> list[str]:
     """How results differ from their repetition by more than rounding and noise."""
-    own, repeated = Line("", task, 0.0, of_task), Line("", task, 0.0, again)
+    own, repeated = Line("", task, 0.0, result), Line("", task, 0.0, again)
     measure, wrong = task.measure, []
     mean, margin = difference(own, repeated, level)
     if abs(mean) > max(margin, measure.tolerance):
@@ -199,17 +200,17 @@ def _differing(
         wrong.append(f"{'better' if better else 'worse'} than its repetition by {by}")
     if abs(own.diverged - repeated.diverged) > 1:
         wrong.append(f"{own.diverged} runs diverged, and {repeated.diverged} of its repetition")
-    tried, tried_again = ([t["setting"] for t in found["tried"]] for found in (of_task, again))
+    tried, tried_again = ([t["setting"] for t in found["tried"]] for found in (result, again))
     if tried != tried_again:
         wrong.append("other settings were tried than in its repetition")
-    if of_task["setting"] != again["setting"]:
+    if result["setting"] != again["setting"]:
         return wrong
     if own.runs and repeated.runs:
         then, now = own.megabytes_of_step, repeated.megabytes_of_step
         if not math.isclose(then, now, rel_tol=MEGABYTES):
             wrong.append(f"{then:.4g} MB a step, and {now:.4g} in its repetition")
         wrong += _differing_evaluations(own, repeated, level)
-    state, state_again = (float(found.get("state") or 0) for found in (of_task, again))
+    state, state_again = (float(found.get("state") or 0) for found in (result, again))
     if not math.isclose(state, state_again, rel_tol=1e-3):
         wrong.append(f"a state of {state:g} bytes, and of {state_again:g} in its repetition")
     return wrong
@@ -220,14 +221,14 @@ def _differing_evaluations(own: Line, repeated: Line, level: float) -> list[str]
 
     The size of noise is that between the seeds of the repetition.
     """
-    of_steps = [
+    by_seed = [
         {run["seed"]: {e["step"]: e for e in run["evaluations"]} for run in line.runs}
         for line in (own, repeated)
     ]
-    seeds = sorted(set.intersection(*map(set, of_steps)))
+    seeds = sorted(set.intersection(*map(set, by_seed)))
     if not seeds:
         return []
-    found = [of[seed] for of in of_steps for seed in seeds]
+    found = [of[seed] for of in by_seed for seed in seeds]
     steps = sorted(set.intersection(*map(set, found)))
     fewest = max(map(len, found)) - (EARLIER if own.task.is_consensus else 0)
     if len(steps) < max(1, fewest):
@@ -235,7 +236,7 @@ def _differing_evaluations(own: Line, repeated: Line, level: float) -> list[str]
     each = 1 - (1 - level) / len(steps) / 2  # of two values
     for step in steps:
         for key in ("mean", "worst"):
-            first, second = ([of[seed][step][key] for seed in seeds] for of in of_steps)
+            first, second = ([of[seed][step][key] for seed in seeds] for of in by_seed)
             by = max(abs(a - b) for a, b in zip(first, second, strict=True))
             noise = math.sqrt(2) * quantile(each, len(seeds)) * deviation(second)
             if by > max(CAP * own.task.measure.tolerance, noise):
@@ -243,20 +244,20 @@ def _differing_evaluations(own: Line, repeated: Line, level: float) -> list[str]
     return []
 
 
-def _problems(task: BenchmarkTask, tier: str, of_task: Mapping[str, Any]) -> list[str]:
+def _problems(task: BenchmarkTask, tier: str, result: Mapping[str, Any]) -> list[str]:
     """The errors of the results of a task."""
-    missing, tried = [], of_task["tried"]
-    if of_task["version"] != task.version:
-        missing.append(f"version {of_task['version']} of the task, now {task.version}")
+    missing, tried = [], result["tried"]
+    if result["version"] != task.version:
+        missing.append(f"version {result['version']} of the task, now {task.version}")
     if len(tried) > TRIES[tier]:
         missing.append(f"{len(tried)} settings, {TRIES[tier]} at most")
     best = [t["setting"] for t in tried if t["score"] == max(_score(t) for t in tried)]
-    if of_task["setting"] not in (best or [t["setting"] for t in tried]):
+    if result["setting"] not in (best or [t["setting"] for t in tried]):
         missing.append("the setting is not the best one that was tried")
-    if tuple(run["seed"] for run in of_task["runs"]) != SEEDS:
+    if tuple(run["seed"] for run in result["runs"]) != SEEDS:
         missing.append(f"the seeds are not {', '.join(map(str, SEEDS))}")
     least, most = task.measure.least, task.measure.most
-    for run in of_task["runs"]:
+    for run in result["runs"]:
         sent = [0.0, *(evaluation["MB"] for evaluation in run["evaluations"])]
         if sent != sorted(sent):
             missing.append("megabytes become fewer")

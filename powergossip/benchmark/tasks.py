@@ -38,7 +38,7 @@ class Measure:
     """A measure of a model.
 
     Attributes:
-        tolerance: Difference of a repetition that is none.
+        tolerance: Largest difference between two runs that counts as noise.
         least, most: Its range.
         factor: Factor of the numbers that are shown.
     """
@@ -87,14 +87,14 @@ class BenchmarkTask:
 
     @property
     def is_virtual(self) -> bool:
-        """Whether seconds are those of the virtual clock."""
+        """True if the virtual clock counts the seconds."""
         return "scenario" in self.values
 
     def values_of(self, tier: str) -> Values:
         return {**self.values, **self.tiers[tier]}
 
     def accepts(self, key: str) -> bool:
-        """Whether a setting may have this key."""
+        """True if a setting may have this key."""
         if self.is_consensus:
             return key == "optimizer" or key in OF_GRAPH or key.startswith(OPTION)
         return key in TUNABLE or key.startswith(OPTION)

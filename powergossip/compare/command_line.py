@@ -9,8 +9,8 @@ worst worker, the megabytes that worker 0 has sent, the seconds, and each key of
 that differs. The figure has the metric by epoch, by megabytes and by seconds. Runs whose
 configurations are equal up to the seed are one line: mean ± standard deviation.
 
-Runs are those of train.py and of gossip_run.py. Of the latter, each algorithm is a run, at its best
-setting, with its error relative to the start.
+It compares runs of train.py and gossip_run.py. Each algorithm of gossip_run.py is a run, at its
+best setting, with its error relative to the start.
 """
 
 import argparse

@@ -118,7 +118,7 @@ class Group:
     def band(self) -> "DataFrame":
         """Return the columns epoch, megabytes, seconds, mean and deviation over the seeds.
 
-        The rows are the epochs that all counted runs have, or all if there are none.
+        The rows are the epochs that all counted runs share, or all epochs if they share none.
         """
         import pandas as pd
 
@@ -165,7 +165,7 @@ class Section:
         }
 
     def logarithmic(self) -> bool:
-        """Whether values of the metric are shown by their logarithms."""
+        """True if the logarithms of the metric are shown."""
         if self.metric.name in PERCENT:
             return False
         values = [value for group in self.groups for curve in group.curves
@@ -173,7 +173,7 @@ class Section:
         return bool(values) and min(values) > 0 and max(values) >= 100 * min(values)
 
     def results(self) -> list[list[str]]:
-        """Return the measured cells, [line][cell], the header first. Empty columns are left out."""
+        """Return the measured cells, [line][cell], the header first, without empty columns."""
         places = 2 if self.metric.name in PERCENT else None
         several = any(len(group.runs) > 1 for group in self.groups)
         complete = all(group.state == "complete" for group in self.groups)
@@ -216,9 +216,9 @@ class Section:
         of = ""
         if self.metric.split is not None:
             counted = [run for group in self.groups for run in group.counted]
-            of_mean = [run.has_mean_model(self.metric) for run in counted]
-            of = " of the mean model" if any(of_mean) else ", mean over workers"
-            if any(of_mean) and not all(of_mean):
+            shows_mean = [run.has_mean_model(self.metric) for run in counted]
+            of = " of the mean model" if any(shows_mean) else ", mean over workers"
+            if any(shows_mean) and not all(shows_mean):
                 of += ", or mean over workers in runs that did not evaluate it"
         sent = "MB are those that worker 0 has sent."
         return (
@@ -236,16 +236,16 @@ def sections(
 ) -> list[Section]:
     """Group runs by metric, and then by configuration.
 
-    Runs without such rows are left out with a warning.
+    Runs without such rows are skipped with a warning.
 
     Args:
         metric: Name of the metric. None: the main one of each run, so that different tasks get
-            sections of their own.
-        larger: Whether larger is better. None: as recorded, or by the metric's name.
-        by_seed: Whether runs that differ in the seed are kept apart.
+            separate sections.
+        larger: True if larger is better. None: as recorded, or by the metric's name.
+        by_seed: True if runs that differ in the seed are kept apart.
 
     Raises:
-        BadInput: If none is left.
+        BadInput: If no run has such rows.
     """
     by_metric: dict[Metric, list[Run]] = {}
     for run in runs:
@@ -264,7 +264,7 @@ def sections(
             f"--metric={metric or 'main'} --split={split}: no run has such rows; their rows "
             f"are {', '.join(names)}, of split {', '.join(splits) or 'none'}"
         )
-    return [_section(found, of_it, by_seed, warn) for found, of_it in by_metric.items()]
+    return [_section(found, members, by_seed, warn) for found, members in by_metric.items()]
 
 
 def _section(metric: Metric, runs: Sequence[Run], by_seed: bool, warn: Warn) -> Section:
@@ -274,7 +274,7 @@ def _section(metric: Metric, runs: Sequence[Run], by_seed: bool, warn: Warn) -> 
                   if key != SEED or by_seed}  # fmt: skip
         key = json.dumps(config, sort_keys=True, default=str)
         by_config.setdefault(f"{key} {run.name if by_seed else ''}", []).append(run)
-    groups = [Group(of_it, metric) for of_it in by_config.values()]
+    groups = [Group(members, metric) for members in by_config.values()]
     for group in groups:
         seeds = [_text(seed) for seed in group.seeds]
         if len(set(seeds)) < len(seeds):
@@ -315,7 +315,7 @@ def _text(value: Any) -> str:
 
 
 def _cell(values: Sequence[float], places: int | None = None) -> str:
-    """A value, or mean ± standard deviation of several. "" if there is none."""
+    """A value, or mean ± standard deviation of several. "" without a value."""
     if all(math.isnan(value) for value in values):
         return ""
     return formatting.spread(values, places)

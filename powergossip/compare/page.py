@@ -42,7 +42,7 @@ th:first-child, td:first-child { text-align: left; }
   .hint { color: #aaa; }
 }
 """
-# Of curves, whose background is that of the page: readable in light and dark mode.
+# Colors of curves, which lie on the page's background: readable in light and dark mode.
 INK = "#7a7a7a"
 LAYOUT = {
     "template": "none",
@@ -70,7 +70,7 @@ _BORDERS = {"-": "solid", "--": "dashed", ":": "dotted"}  # → of CSS
 
 
 def available() -> bool:
-    """Whether Plotly, which has the script, is installed."""
+    """True if Plotly, which has the script, is installed."""
     return find_spec("plotly") is not None
 
 

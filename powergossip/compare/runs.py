@@ -35,7 +35,7 @@ class Metric:
     Attributes:
         name: Name of its rows.
         split: test, valid or train. None for rows without this tag.
-        larger: Whether larger is better.
+        larger: True if larger is better.
         step: Unit of the column `epoch`.
     """
 
@@ -66,8 +66,8 @@ class Run:
         config: Keys with their values.
         info: Contents of info.json.
         rows: Rows of the run, see powergossip.runs.metrics.
-        sweep: Whether the run is an algorithm of gossip_run.py.
-        diverged: Whether the run ended for values that are not finite.
+        sweep: True if the run is an algorithm of gossip_run.py.
+        diverged: True if the run ended for values that are not finite.
     """
 
     name: str
@@ -145,7 +145,7 @@ class Run:
         return None if self.curve(metric).empty else metric
 
     def has_mean_model(self, metric: Metric) -> bool:
-        """Whether the values of the curve are those of the mean model."""
+        """True if the curve shows the mean model."""
         return not metrics.select_rows(self.rows, metric.name, split=f"{metric.split}_avg").empty
 
     def curve(self, metric: Metric) -> "DataFrame":
@@ -182,11 +182,11 @@ class Run:
                 workers = workers[workers["worker"].notna()]
         scale = 100.0 if metric.name in PERCENT else 1.0
         by_epoch = rows.groupby("epoch")
-        of_workers = (scale * workers["value"]).groupby(workers["epoch"])
+        worker_values = (scale * workers["value"]).groupby(workers["epoch"])
         return pd.DataFrame(
             {
                 "value": scale * by_epoch["value"].mean(),
-                "worst": (of_workers.min() if metric.larger else of_workers.max()),
+                "worst": (worker_values.min() if metric.larger else worker_values.max()),
                 "megabytes": by_epoch["bits"].max() / 8e6,
                 "seconds": by_epoch["seconds"].max(),
             },
@@ -261,10 +261,11 @@ def _mapping(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
 def folders(arguments: Sequence[str], warn: Warn = lambda text: None) -> list[Path]:
     """Return the folders of runs that arguments name, each once: paths, or patterns such as `a/*`.
 
-    Others that exist are left out with a warning, so that a shell may expand patterns.
+    Other existing paths are skipped with a warning, so that a shell may expand patterns.
 
     Raises:
-        BadInput: For a path that does not exist, a pattern without a run, or if no folder is left.
+        BadInput: For a path that does not exist, a pattern without a run, or if no folder has a
+            run.
     """
     found: dict[Path, Path] = {}
     for argument in arguments:

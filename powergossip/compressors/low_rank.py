@@ -15,10 +15,10 @@ class SVD:
     """C(v) = the best approximation of v that has rank r = min(rank, m, k), for m rows, k columns.
 
     Message: r · min(m, k) floats, orthonormal singular vectors of the shorter side, one after the
-    other in ascending order of singular value; then r · max(m, k) floats, those of the longer side
-    times their singular values. If that is not less than N floats, v itself is sent as by
-    `Identity`.
-    δ = Σ_{i ≤ r} σ_i² / Σ_i σ_i² ≥ r/min(m, k) (Eckart & Young 1936, doi:10.1007/BF02288367).
+    other in ascending order of singular value; then r · max(m, k) floats, the vectors of the longer
+    side times their singular values. If that is not less than N floats, v itself is sent as by
+    `Identity`. δ = Σ_{i ≤ r} σ_i² / Σ_i σ_i² ≥ r/min(m, k) (Eckart & Young 1936,
+    doi:10.1007/BF02288367).
 
     The vectors are computed as eigenvectors of the shorter side's Gram matrix, which is several
     times faster than a singular value decomposition. The Gram matrix is in double precision, since

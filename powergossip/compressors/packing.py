@@ -15,8 +15,8 @@ def packed_size(count: int, bits: int) -> int:
 def pack(levels: Tensor, bits: int) -> Tensor:
     """levels `[*, n]`, uint8 below 2^bits → uint8 `[*, ⌈n · bits / 8⌉]`, for 1 to 8 bits.
 
-    The bytes are one little-endian string of bits, in which integer j has the bits j · bits to
-    (j + 1) · bits − 1. Unused bits at the end are 0.
+    The bytes are one little-endian string of bits, where integer j has the bits j · bits to (j + 1)
+    · bits − 1. Unused bits at the end are 0.
     """
     count = levels.shape[-1]
     if not count:

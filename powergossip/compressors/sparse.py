@@ -48,9 +48,9 @@ class TopK(_OfEntries):
     δ = K/N (Stich, Cordonnier & Jaggi 2018, arXiv:1809.07599, Definition 2.1, Lemma A.1).
 
     Cost of a matrix at rank r: r (m + k)/4 · 40, 48 or 64 bits. With positions of 4 bytes these are
-    the bits of one iteration of PowerGossip, 32 · r (m + k)/2, half those of `SVD` or of a step of
-    PowerSGD. Smaller matrices cost 3/4 (2 bytes) or 5/8 (1 byte) of that. K is the published one
-    (Vogels et al. 2020, github.com/epfml/powergossip).
+    the bits of one iteration of PowerGossip, 32 · r (m + k)/2, half as many as `SVD` or a step of
+    PowerSGD has. Smaller matrices cost 3/4 (2 bytes) or 5/8 (1 byte) of that. K is the published
+    one (Vogels et al. 2020, github.com/epfml/powergossip).
 
     A NaN counts as the largest and is sent.
 
@@ -180,8 +180,8 @@ class RandomK(_AtSharedPositions):
     rows and k columns.
     δ = K/N in expectation (Stich, Cordonnier & Jaggi 2018, arXiv:1809.07599, Definition 2.1).
 
-    Cost of a matrix at rank r: 32 · r (m + k) bits, those of `SVD` or of a step of PowerSGD, as in
-    "Random K" of Vogels et al. (2019), arXiv:1905.13727, Table 4. One iteration of PowerGossip
+    Cost of a matrix at rank r: 32 · r (m + k) bits, as many as `SVD` or a step of PowerSGD has, as
+    in "Random K" of Vogels et al. (2019), arXiv:1905.13727, Table 4. One iteration of PowerGossip
     costs half of that, and so does `TopK` at this rank, or less. At a rank, vectors are sent whole.
 
     If an entry is NaN or infinite, sent or not, all values are sent as NaN.
@@ -199,8 +199,8 @@ class RandomBlock(_AtSharedPositions):
     each step from the stream that all workers share. Message, K, cost, δ, NaN and errors are those
     of `RandomK`.
 
-    Entries of a block depend on each other more than those of `RandomK`, but are next to each other
-    in memory.
+    Entries of a block depend on each other more than entries of `RandomK`, but are next to each
+    other in memory.
 
     References:
         Vogels, Karimireddy & Jaggi (2019), arXiv:1905.13727, Table 4, "Random Block".
@@ -235,8 +235,8 @@ def _add_at(out: Tensor, positions: Tensor, values: Tensor, stream: Stream) -> N
 
 
 def _inside(positions: Tensor, entries: int, stream: Stream) -> tuple[Tensor, Tensor]:
-    """Whether positions in whole matrices lie in this process' rows, and their positions there, or
-    0."""
+    """True where positions in whole matrices lie in this process' rows, and their positions there,
+    or 0."""
     own = positions - stream.first
     inside = (own >= 0) & (own < entries)
     return inside, own.where(inside, 0)

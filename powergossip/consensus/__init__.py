@@ -6,6 +6,6 @@
     config_checks.py  checks of the configuration, grids
     sweep.py     the sweep: many settings at once, a row for each measurement
 
-The experiment is that of Vogels, Karimireddy & Jaggi (2020), arXiv:2008.01425. gossip_run.py is its
+The experiment follows Vogels, Karimireddy & Jaggi (2020), arXiv:2008.01425. gossip_run.py is its
 entry point.
 """

@@ -58,7 +58,7 @@ class Config:
 
 @dataclass
 class Settings(Config):
-    """The checked configuration of a sweep, see settings.checked."""
+    """The checked configuration of a sweep, see config_checks.checked."""
 
     n_workers: int = 1
     algorithm: list[str] = field(default_factory=list)
@@ -69,5 +69,5 @@ class Settings(Config):
 
     @property
     def by_edges(self) -> bool:
-        """Whether workers exchange with one neighbor at a time, each in its own steps."""
+        """True if workers exchange with one neighbor at a time, each in its own steps."""
         return self.scenario is not None or self.gossip != "synchronous"

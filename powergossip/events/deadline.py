@@ -16,7 +16,7 @@ class Deadline:
 
     d are the durations of the last 64 exchanges, late ones included, in seconds. Up to half of
     them may be arbitrarily long and the deadline stays within the range of the others. A missed
-    deadline is no loss: the exchange stays pending.
+    deadline does not lose the exchange, which stays pending.
     """
 
     def __init__(self, floor: float = FLOOR):

@@ -1,7 +1,7 @@
 """The order of events of a run, as a file.
 
 A line of the file is an event in JSON: seconds, kind, worker, neighbor j and counter k of the
-exchange (−1 where there is none). A real run and the virtual clock write the same kinds::
+exchange (−1 without an exchange). A real run and the virtual clock write the same kinds::
 
     begin, gradient, finish   of a step: see worker.Worker
     start                     part k is computed and sent to j
@@ -15,8 +15,8 @@ exchange (−1 where there is none). A real run and the virtual clock write the 
     workers, steps            the number k of workers, and of steps in an epoch
     edge                      the topology has the edge with j > worker
 
-The events of a worker are in the order in which they happened to it, and a part is sent before it
-is applied. That determines every bit of the run.
+Each worker's events are in the order of time, and a part is sent before it is applied. That
+determines every bit of the run.
 """
 
 import json
@@ -40,7 +40,7 @@ class Entry(NamedTuple):
     counter: int
 
 
-OF_RUN = ("views", "workers", "steps", "edge")  # kinds that are no events
+OF_RUN = ("views", "workers", "steps", "edge")  # kinds beside events
 _KEYS = ("time", "kind", "worker", "neighbor", "counter")
 
 
@@ -109,7 +109,7 @@ def read(path: Path, complete: bool = False) -> list[Entry]:
     """Read a file of events, without an incomplete last line.
 
     Raises:
-        BadValue: For a file that cannot be read, for a line that is no event, and with `complete`
+        BadValue: For a file that cannot be read, for a line without an event, and with `complete`
             for an incomplete last line.
     """
     entries = []
@@ -130,7 +130,7 @@ def read(path: Path, complete: bool = False) -> list[Entry]:
 
 
 def merged(parts: Sequence[Sequence[Entry]], lost: Iterable[int]) -> list[Entry]:
-    """The events of all workers in one order, from those of each process in its own.
+    """The events of all workers in one order, from each process's events in its order.
 
     A part is sent before it is applied, and otherwise earlier times come first: the clocks of
     processes may differ. All processes meet at the end of an epoch: earlier events of each come

@@ -22,8 +22,7 @@ def begin_late(
     make: Make,
     counter: Counter,
 ) -> tuple[Worker, list[int]]:
-    """A worker that joins the others, and those of whose models it has the mean.
-
+    """A worker that joins the others, and its sources: it begins with the mean of their models.
     They are its neighbors, or all workers where no neighbor is alive. Their messages are counted.
 
     Args:

@@ -17,11 +17,11 @@ from powergossip.network.counter import Counter
 class Replay:
     """Lets the events of a file happen again, to workers in their state at the start.
 
-    The attributes and methods are those of VirtualClock. It counts what the run counted.
+    It has the attributes and methods of VirtualClock, and counts what the run counted.
 
     Args:
         steps_per_epoch: Number of steps of each worker in an epoch.
-        models: As those of VirtualClock.
+        models: As for VirtualClock.
 
     Raises:
         BadInput: If the file ends before the steps of `run`, or has events of another method.
@@ -67,7 +67,7 @@ class Replay:
         return sum(worker.steps for worker in self._workers.values()) / len(self._workers)
 
     def run(self, steps: float) -> None:
-        """Let events happen until `progress` is that number of steps or more.
+        """Process events until `progress` is that number of steps or more.
 
         An epoch ends where it ended in the recorded run, whatever the progress. A run that diverged
         has no end of its last epoch: then all events happen.
@@ -84,12 +84,12 @@ class Replay:
         """Do nothing: the file has the ends of epochs."""
 
     def _has_ended(self, epoch: float) -> bool:
-        """Whether the next event is the end of this epoch."""
+        """True if the next event is the end of this epoch."""
         following = self._entries[self._next : self._next + 1]
         return any(entry.kind == "epoch" and entry.counter >= epoch for entry in following)
 
     def advance(self) -> None:
-        """Let the next event happen."""
+        """Process the next event."""
         entry = self._entries[self._next]
         self._next += 1
         self.now = max(self.now, entry.time)
@@ -118,7 +118,7 @@ class Replay:
         worker.log.clear()
 
     def _fits(self, entry: Entry) -> bool:
-        """Whether the event can happen to its worker."""
+        """True if the event can happen to its worker."""
         worker = self._workers.get(entry.worker)
         if worker is None or entry.neighbor < 0 or entry.kind == "learn":
             return worker is not None

@@ -108,7 +108,7 @@ class Scenario:
 
     @property
     def elastic(self) -> bool:
-        """Whether workers die or join."""
+        """True if workers die or join."""
         return bool(self.deaths or self.joins)
 
     @property
@@ -136,7 +136,7 @@ class Scenario:
         return seconds
 
     def lost(self, i: int, j: int, k: int) -> bool:
-        """Whether i's part of exchange k is lost on its way to j."""
+        """True if i's part of exchange k is lost on its way to j."""
         loss = self.loss
         if not loss.fraction:
             return False
@@ -164,7 +164,7 @@ def _ids(i: int, j: int, ends: str) -> tuple[int, ...]:
 
 
 def load(path: str | Path) -> dict[str, Any]:
-    """The contents of a scenario file. Raises BadValue for a file that is no mapping in YAML."""
+    """The contents of a scenario file. Raises BadValue unless it is a mapping in YAML."""
     try:
         found = reading.value(reading.text(Path(path)))
     except reading.Unreadable as error:
@@ -186,10 +186,10 @@ def resolve(c: ExchangeKeys, n_processes: int, linked: bool | None = None) -> bo
     """Replace a file in c.scenario by its contents, and give c.max_delay its value.
 
     Args:
-        linked: Whether processes can exchange by edges. None: they never can in this program.
+        linked: True if processes can exchange by edges. None: they never can in this program.
 
     Returns:
-        Whether the keys have other values than those of synchronous steps without a scenario.
+        True unless the keys have the values of synchronous steps without a scenario.
 
     Raises:
         ValueError: For bad values, and for several processes where one has to host all workers.
@@ -328,7 +328,7 @@ def _check_keys(key: str, values: Any, known: Any) -> None:
 
 
 def _check_order(scenario: Scenario) -> None:
-    """Raise BadValue unless each worker dies alive and joins dead, and somebody is left."""
+    """Raise BadValue if a dead worker dies, a live one joins, or nobody survives."""
     absent = set(scenario.absent)
     alive = set(range(scenario.n_workers)) - absent
     changes = [(d.at, "deaths", d.worker) for d in scenario.deaths]

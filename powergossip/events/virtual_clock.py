@@ -1,7 +1,7 @@
 """The virtual clock: all workers in one process, and their events in the order of virtual time.
 
 Time is virtual seconds. Equal scenarios and seeds give equal bits. At the same time, messages
-arrive before workers go on, and otherwise events happen in the order in which they were planned.
+arrive before workers go on, and otherwise events happen in the order of planning.
 """
 
 import heapq
@@ -41,13 +41,13 @@ class VirtualClock:
         make: Function that makes the workers at the start, and replacements.
         compute: Function called when the time of a gradient is over, with x as it was when it
             began.
-        record: Whether `order` has the events.
+        record: True if `order` records the events.
         counter: Counter of the bits and messages of each worker.
 
     Attributes:
         now: Virtual seconds since the start.
         workers: The workers alive, by index.
-        order: Entries for order.write.
+        order: Entries for event_log.write.
     """
 
     def __init__(
@@ -97,22 +97,22 @@ class VirtualClock:
         return sum(lives.worker.steps for lives in self._lives.values()) / len(self._lives)
 
     def run(self, steps: float) -> None:
-        """Let events happen until `progress` is that number of steps or more."""
+        """Process events until `progress` is that number of steps or more."""
         while self.progress < steps:
             self.advance()
 
     def end_epoch(self, epoch: int) -> None:
-        """Note the end of an epoch in `order`."""
+        """Record the end of an epoch in `order`."""
         self._write("epoch", -1, epoch)
 
     def run_until(self, seconds: float) -> None:
-        """Let all events up to this time happen."""
+        """Process all events up to this time."""
         while self._heap and self._heap[0][0] <= seconds:
             self.advance()
         self.now = max(self.now, seconds)
 
     def advance(self) -> None:
-        """Let the next event happen."""
+        """Process the next event."""
         self.now, kind, _, values = heapq.heappop(self._heap)
         getattr(self, f"_{_KINDS[kind]}")(*values)
 

@@ -57,11 +57,11 @@ class WallClock:
         links: Links to the other processes.
         make: Function that makes the workers at the start.
         compute: Function that computes the gradient of a worker's step.
-        together: Whether all workers take the same number of steps. Otherwise a run of steps is
+        together: True if all workers take the same number of steps. Otherwise a run of steps is
             over when the mean over workers has reached it.
-        survives: Whether the run goes on without workers that are lost. Then messages carry views,
-            and no step waits for an exchange longer than its deadline.
-        measure: measure("communication") is the context in which messages are waited for.
+        survives: True if the run goes on without lost workers. Then messages carry views, and no
+            step waits for an exchange longer than its deadline.
+        measure: measure("communication") is the context of waiting for messages.
         counter: Counter of the bits and messages of each worker of this process.
 
     Attributes:
@@ -92,13 +92,13 @@ class WallClock:
         self._pending: dict[tuple[int, int], _Pending] = {}
         self._progress: dict[int, int] = {}  # process → steps of its workers
         self._noted = (0.0, -1)  # time of the last note, and its steps
-        self._began = (0.0, 0.0, 0.0)  # of `run`: time, progress, and that of this process
+        self._began = (0.0, 0.0, 0.0)  # of `run`: time, progress, and this process's progress
         self._ended, self._stopped = -1, False
         # Workers that have not begun: nothing is sent before `run`.
         self._new = [make(index, self._versions, 0) for index in links.workers]
 
     def begin_at(self, steps: int) -> None:
-        """Let workers begin after a number of steps, with edges that begin later."""
+        """Begin the workers after a number of steps, with edges that begin later."""
         self._versions = (2,) * len(self._versions)
         self._new = [self._make(index, self._versions, steps) for index in self.links.workers]
 
@@ -140,7 +140,7 @@ class WallClock:
         return self.steps / max(1, len(self._lives))
 
     def run(self, steps: int, asked: Callable[[], bool] = lambda: False) -> bool:
-        """Let the workers live until they have taken that number of steps.
+        """Run the workers until they have taken that number of steps.
 
         All processes call it. It also ends in all of them if `asked()` is true in one. Returns
         whether the steps are taken, the same in all processes. All messages that were sent have

@@ -59,10 +59,10 @@ class Edge:
     """A worker's end of an edge.
 
     Attributes:
-        begins_later: Whether the edge begins after the start.
+        begins_later: True if the edge begins after the start.
         k: Counter of the pending exchange, or else of the next one.
         own: Message of the pending exchange, None without one.
-        started: Step of the worker in which that message was sent.
+        started: The worker's step when it sent that message.
         inbox: Messages of the neighbor by k. It is at most one exchange ahead.
     """
 
@@ -76,7 +76,7 @@ class Edge:
 
     @property
     def complete(self) -> bool:
-        """Whether both parts of the pending exchange are there."""
+        """True if both parts of the pending exchange are there."""
         return self.own is not None and self.k in self.inbox
 
 
@@ -85,8 +85,8 @@ class Policy:
 
     Attributes:
         synchronous: All of them.
-        bounded: Those of edges that are more than max_delay exchanges behind: one that was sent in
-            this step is 1 behind, in the step before 2, …. max_delay=0: all of them.
+        bounded: The exchanges of edges that are more than max_delay exchanges behind: one that was
+            sent in this step is 1 behind, in the step before 2, …. max_delay=0: all of them.
         asynchronous: None, and so with a2cid2.
     """
 
@@ -95,7 +95,7 @@ class Policy:
         self.limit = {"synchronous": 0, "bounded": max_delay}.get(gossip)
 
     def waits(self, edge: Edge, step: int) -> bool:
-        """Whether a worker waits for the pending exchange of an edge in this step."""
+        """True if a worker waits for the pending exchange of an edge in this step."""
         if edge.own is None or edge.complete or self.limit is None:
             return False
         return step - edge.started + 1 > self.limit
@@ -104,8 +104,8 @@ class Policy:
 class Worker:
     """A worker: its edges, its learning rule, and the order of their steps.
 
-    Each step whose rule is `exchanging` has exchanges.rounds exchanges on each edge, or fewer where
-    it does not wait.
+    Each step whose rule is `exchanging` has `rounds` exchanges on each edge, or fewer where it does
+    not wait.
 
     Args:
         view: Versions of all workers as this one knows them.

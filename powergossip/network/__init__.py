@@ -15,7 +15,7 @@ created when a tensor is sent for the first time, reused whenever it is sent aga
 of message along the same edges, and freed with the tensor. A received tensor is therefore
 overwritten when the next message is sent from the same memory.
 
-`ToEach(tensor, edges)` uses other edges than those of the round, such as those of a tree.
+`ToEach(tensor, edges)` uses other edges than the round's, such as the edges of a tree.
 
 `Losses` loses messages, for methods without exchanges by edges (see powergossip.events).
 

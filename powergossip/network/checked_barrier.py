@@ -1,9 +1,8 @@
 """Barriers of all processes that notice a process that makes more steps than the others.
 
 A process that arrives sends a token to every other one and waits for theirs. A message that
-another process has started before its token belongs to a step in which this process does not take
-part: without a barrier, the other one would wait for its answer forever. Steps themselves need no
-barrier.
+another process has started before its token belongs to a step without this process: without a
+barrier, the other one would wait for its answer forever. Steps themselves need no barrier.
 """
 
 import atexit

@@ -41,7 +41,7 @@ class _Collective:
             self._requests.start()
 
     def is_done(self) -> bool:
-        """Whether all steps are complete. Does not block. Starts the next step if one is due."""
+        """True if all steps are complete. Does not block. Starts the next step if one is due."""
         while self._requests is not None:
             if not self._requests.test():
                 return False
@@ -66,7 +66,7 @@ def _exchange(
 
     All processes call it with the same tag. A call at the time when a message is posted uses tag 0,
     like all other messages. Their order identifies them. A call at a later time, which differs
-    between processes, needs a tag of its own.
+    between processes, needs its own tag.
     """
     comm, channel = connection.processes, connection.channel
     assert channel is not None
@@ -145,7 +145,7 @@ class Reduction(Transport):
     links), and it ends the process for tensors on a GPU (github.com/open-mpi/ompi/issues/9845).
 
     Args:
-        native: Whether the library's own all-reduce takes the place of the sum between processes.
+        native: True if the library's own all-reduce replaces the sum between processes.
         tensor: [copy · worker, ...], with the hosted workers of each copy.
         out: Memory [copy, ...] of the mean, or None for new.
     """
@@ -194,7 +194,7 @@ class Reduction(Transport):
             _exchange(connection, 0, outgoing, collected.unbind()),
             _exchange(connection, self._tag, [mean] * comm.size, incoming),
         ]
-        self._of_part = _Mean(collected, mean, n, (comm.rank, outgoing[comm.rank]))
+        self._part_mean = _Mean(collected, mean, n, (comm.rank, outgoing[comm.rank]))
 
     def post(self) -> None:
         for mean in self._local:
@@ -212,7 +212,7 @@ class Reduction(Transport):
     def _in_steps(self) -> Steps:
         yield self._steps[0]
         if len(self._steps) > 1:
-            self._of_part.compute()
+            self._part_mean.compute()
             if self._connection.waits_for_kernels and not self._connection.stage:
                 torch.cuda.current_stream().synchronize()
             yield self._steps[1]

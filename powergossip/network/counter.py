@@ -22,7 +22,7 @@ class Counter:
         self.messages = np.zeros(rows, dtype=np.int64)
 
     def add(self, row: int | slice, bits: int | np.ndarray, messages: int | np.ndarray = 1) -> None:
-        """Count messages of one worker, or with a slice those of each."""
+        """Count messages of one worker, or with a slice the messages of each."""
         self.bits[row] += bits
         self.messages[row] += messages
 

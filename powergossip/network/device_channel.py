@@ -11,7 +11,7 @@ class Connection:
     """The processes, and how their messages access the memory of a device.
 
     Args:
-        stage: Whether messages between processes are staged through (pinned) host memory. None:
+        stage: True if messages between processes are staged through (pinned) host memory. None:
             where tensors are on a GPU and the channel does not accept GPU memory.
     """
 
@@ -34,7 +34,7 @@ class Connection:
 
     @cached_property
     def stage(self) -> bool:
-        """Whether messages between processes pass through host memory."""
+        """True if messages between processes pass through host memory."""
         if self._stage is not None:
             return self._stage
         if self.device.type != "cuda":
@@ -45,10 +45,10 @@ class Connection:
 
     @cached_property
     def stream_ordered(self) -> bool:
-        """Whether messages are ordered with kernels by the current stream."""
+        """True if the current stream orders messages with kernels."""
         return self.channel is not None and self.channel.stream_ordered
 
     @cached_property
     def waits_for_kernels(self) -> bool:
-        """Whether messages start only when the kernels that use their memory have ended."""
+        """True if messages start only when the kernels that use their memory have ended."""
         return self.device.type == "cuda" and not self.stream_ordered

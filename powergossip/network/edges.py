@@ -25,13 +25,13 @@ class _RoundEdges(NamedTuple):
 
     def select(self, chosen: np.ndarray) -> "_RoundEdges":
         """The edges where a mask [edge] is true."""
-        return _RoundEdges(*(of_edges[chosen] for of_edges in self))
+        return _RoundEdges(*(column[chosen] for column in self))
 
 
-def _edges_of(of_round: Round) -> _RoundEdges:
-    weights = of_round.weights  # csr: row = destination, column = source
+def _edges_of(topology_round: Round) -> _RoundEdges:
+    weights = topology_round.weights  # csr: row = destination, column = source
     source = weights.indices.astype(np.int64)
-    destination = np.repeat(np.arange(of_round.n_workers), np.diff(weights.indptr))
+    destination = np.repeat(np.arange(topology_round.n_workers), np.diff(weights.indptr))
     in_slot = np.arange(len(source)) - weights.indptr[destination]
     by_source = np.lexsort((destination, source))
     first = np.searchsorted(source[by_source], source[by_source])  # edge of the same source
@@ -65,9 +65,9 @@ class Edges:
         incoming, incoming_process: Edges from other processes, and their ranks.
     """
 
-    def __init__(self, of_round: Round, workers: range, copies: int):
-        n, hosted = of_round.n_workers, len(workers)
-        edges = _edges_of(of_round)
+    def __init__(self, topology_round: Round, workers: range, copies: int):
+        n, hosted = topology_round.n_workers, len(workers)
+        edges = _edges_of(topology_round)
         source, destination = edges.source, edges.destination
         in_degrees = np.bincount(destination, minlength=n)
         all_out_degrees = np.bincount(source, minlength=n)
@@ -84,7 +84,7 @@ class Edges:
         weights = np.zeros((hosted, self.n_in))
         place = destination[ends_here] - workers.start, edges.in_slot[ends_here]
         neighbors[place] = source[ends_here]
-        weights[place] = of_round.weights.data[ends_here]
+        weights[place] = topology_round.weights.data[ends_here]
         self.neighbors = np.tile(neighbors, (copies, 1))
         self.weights = np.tile(weights, (copies, 1))
 

@@ -34,7 +34,7 @@ def processes(
             torch.distributed if the program has made it, and this process alone. gloo and nccl also
             accept the variables RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, a `file`, and
             mpirun, whose processes then exchange their addresses by MPI.
-        file: A file in a common folder, in which processes that no launcher has started find each
+        file: A file in a common folder, where processes that no launcher has started find each
             other: this one has index `rank` of `size`.
 
     Raises:
@@ -64,8 +64,8 @@ def processes(
 
 
 def processes_of(group: Any = None) -> Processes:
-    """The processes of a group: None for those of the run, a ProcessGroup of torch.distributed, a
-    communicator of mpi4py, or Processes.
+    """The processes of a group: None for all processes of the run, a ProcessGroup of
+    torch.distributed, a communicator of mpi4py, or Processes.
 
     All members call it. They get the same object each time. Messages use a copy of the group.
     """
@@ -77,7 +77,7 @@ def processes_of(group: Any = None) -> Processes:
         if known is group:
             return its_processes
     if isinstance(group, dist.ProcessGroup):
-        return _of_group(group)
+        return _group_processes(group)
     if _is_communicator(group):
         from powergossip.network.mpi import MPIProcesses
 
@@ -97,7 +97,7 @@ def _is_communicator(group: Any) -> bool:
     return "mpi4py.MPI" in sys.modules and isinstance(group, sys.modules["mpi4py.MPI"].Intracomm)
 
 
-def _of_group(group: dist.ProcessGroup, backend: str = "auto") -> Processes:
+def _group_processes(group: dist.ProcessGroup, backend: str = "auto") -> Processes:
     for known, its_processes in _known:
         if known is group:
             return its_processes
@@ -113,7 +113,8 @@ def _of_group(group: dist.ProcessGroup, backend: str = "auto") -> Processes:
 
 
 def processes_of_replicas(group: dist.ProcessGroup, shards: dist.ProcessGroup) -> Processes:
-    """The processes with the same shard of all replicas, where `shards` are those of a replica.
+    """The processes with the same shard of all replicas, where `shards` are the processes of a
+    replica.
 
     All processes of the replicas call it.
     """
@@ -124,7 +125,7 @@ def processes_of_replicas(group: dist.ProcessGroup, shards: dist.ProcessGroup) -
             return its_processes
     from powergossip.network.torch.processes import ReplicaProcesses
 
-    found = ReplicaProcesses(group, _of_group(shards))
+    found = ReplicaProcesses(group, _group_processes(shards))
     exits.end_together(found)
     kernels.agree(found)
     _known.append(((group, shards), found))
@@ -146,7 +147,7 @@ def _find(backend: str, file: str | None, rank: int, size: int) -> Processes:
         found = _by_mpi(backend)
         if found is None and backend == "auto" and dist.is_initialized():
             assert dist.group.WORLD is not None
-            found = _of_group(dist.group.WORLD)
+            found = _group_processes(dist.group.WORLD)
     if found is not None and found.size > 1:
         return found
     _check_launch(backend)
@@ -179,17 +180,17 @@ def _by_torch(
     from powergossip.network.torch import groups
 
     if dist.is_initialized() or torchrun or all(name in os.environ for name in launcher.RENDEZVOUS):
-        return _of_group(groups.group_of_launcher(), backend)
+        return _group_processes(groups.group_of_launcher(), backend)
     if file is not None:
         if not 0 <= rank < size:
             raise BadInput(f"rank={rank}: use 0 to {size - 1} for n_workers={size} processes")
         method = f"file://{Path(file).absolute()}"
         group = groups.start_group(init_method=method, rank=rank, world_size=size)
-        return _of_group(group, backend)
+        return _group_processes(group, backend)
     mpi_processes = _by_mpi(backend)
     if mpi_processes is None:
         return None
-    return _of_group(groups.group_under_mpi(mpi_processes), backend)
+    return _group_processes(groups.group_under_mpi(mpi_processes), backend)
 
 
 def _check_launch(backend: str) -> None:

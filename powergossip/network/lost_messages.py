@@ -1,4 +1,4 @@
-"""Lost messages of rules that are no exchanges by edges: push-sum, RelaySGD."""
+"""Lost messages of rules without exchanges by edges: push-sum, RelaySGD."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,7 +18,7 @@ class Losses:
 
     Args:
         lost: Function of source, destination and step that returns whether a message is lost.
-        repeat: Whether a lost message is replaced by the last one received. Otherwise it becomes 0.
+        repeat: If True, the last message received replaces a lost one. Otherwise it becomes 0.
     """
 
     def __init__(self, lost: Lost, repeat: bool = False):

@@ -14,7 +14,7 @@ class ToEach:
     """A separate message for every neighbor: tensor [worker, neighbor, ...], contiguous.
 
     Attributes:
-        edges: Edges between neighbors, by default those of the round.
+        edges: Edges between neighbors, by default the round's.
         memory: Flat memory for the received messages, by default new. It may serve for messages
             that are not in flight at the same time.
     """

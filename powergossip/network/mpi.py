@@ -45,7 +45,7 @@ class MPIProcesses(Processes):
         self._wait_all = _wait_all(self.local_size > len(all_cores), self.rank)
 
     def _gather_all(self) -> None:
-        """Wait until all processes are here, before an operation in which MPI would spin."""
+        """Wait until all processes are here, before an operation that would let MPI spin."""
         self._wait_all([self.communicator.Ibarrier()], range(self.size))
 
     def gather(self, value: T) -> list[T]:
@@ -297,7 +297,7 @@ def _memory(rows: Tensor) -> list[Any]:
 
 
 def cuda_aware_mpi() -> bool | None:
-    """Whether the MPI library reports support of GPU memory, or None if it has no such query.
+    """True if the MPI library reports support of GPU memory, None if it has no such query.
 
     Open MPI and its relatives provide MPIX_Query_cuda_support, MPICH MPIX_GPU_query_support.
     """

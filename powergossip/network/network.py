@@ -50,9 +50,8 @@ class Network:
         copies: Number of independent copies of all workers, to run several settings concurrently.
             The first axis of every tensor is then [copy · worker], one row for each hosted worker
             of each copy.
-        measure: Context of a phase, such as a clock. `measure("communication")` is that in which
-            messages are posted and waited for, `measure("update")` that of local updates in
-            learning rules.
+        measure: Context of a phase, such as a clock. `measure("communication")` wraps posting and
+            waiting for messages, `measure("update")` local updates in learning rules.
         all_reduce: Sum of `Mean`: "own", whose bits do not depend on the transport, or "native",
             the library's own. Both count the lower bound of an all-reduce.
         dtype: Precision of x, float32 or float64. In double precision, elements that are sent
@@ -66,7 +65,7 @@ class Network:
         workers: Range of the indices of the workers that this process hosts.
         rounds: Slots for each round of the topology's period.
         slots: Slots of the current round. `neighbors` and `weights` are theirs.
-        symmetric: Whether W is symmetric, so that a neighbor's slot serves for sending and
+        symmetric: True if W is symmetric, so that a neighbor's slot serves for sending and
             receiving.
         round: Number of conversations finished, t of the topology's round.
         counter: Counter of bits and messages.
@@ -217,9 +216,9 @@ class Network:
         )
         return np.asarray(degrees * (8 * self.dtype.itemsize * elements))
 
-    def edges_of(self, of_round: Round) -> Edges:
+    def edges_of(self, topology_round: Round) -> Edges:
         """The edges of a round that is not the topology's, for `ToEach`."""
-        return Edges(of_round, self.workers, self.copies)
+        return Edges(topology_round, self.workers, self.copies)
 
     def run(self, conversation: Conversation) -> None:
         """Run a conversation from its start to its end."""
@@ -298,8 +297,8 @@ class Network:
         return received
 
     def _transport(self, message: Message) -> Transport:
-        """The transport of a message, marked as busy: that of the tensor's memory, the kind of
-        message and the edges, or another one while that is busy."""
+        """The transport of a message, marked as busy. The tensor's memory, the kind of message and
+        the edges determine it. While it is busy, another one takes its place."""
         if isinstance(message, Gather):  # of another length each time: nothing to reuse
             assert self.copies == 1, "Gather does not support copies > 1"
             if len(message.pieces) != self.hosted:

@@ -22,7 +22,7 @@ class Transport:
         raise NotImplementedError
 
     def has_arrived(self) -> bool:
-        """Whether `wait` would return at once. Does not block."""
+        """True if `wait` would return at once. Does not block."""
         raise NotImplementedError
 
     def wait(self) -> Tensor | list[Tensor] | Rows:

@@ -32,7 +32,7 @@ class Requests(Protocol):
         """Start to send and to receive. The memory must not be used before `wait` returns."""
 
     def test(self) -> bool:
-        """Whether all messages have been sent and received. Does not block."""
+        """True if all messages have been sent and received. Does not block."""
 
     def wait(self) -> None:
         """Wait for all messages. Raises PeerLost if another process has ended."""
@@ -63,13 +63,13 @@ class Channel(Protocol):
     """Messages between the processes, for tensors on one device.
 
     Between two processes, messages of one tag arrive in the order in which they were started.
-    Every process starts its messages in the same order, those without messages of its own too.
+    Every process starts its messages in the same order, also a process without messages.
 
     Attributes:
         name: mpi, gloo or nccl.
-        direct: Whether tensors may lie on the GPU. Otherwise they are copied to the host.
-        stream_ordered: Whether messages are ordered with kernels, by the current stream: `start`
-            and `wait` return at once, and all steps of a program are started in order.
+        direct: True if tensors may lie on the GPU. Otherwise they are copied to the host.
+        stream_ordered: True if the current stream orders messages with kernels: `start` and `wait`
+            return at once, and all steps of a program are started in order.
     """
 
     name: str
@@ -87,14 +87,15 @@ class Channel(Protocol):
 
 
 class Processes:
-    """The processes of a run: here, this process alone. See `processes()` for those of a launcher.
+    """The processes of a run: here, this process alone. See `processes()` for processes of a
+    launcher.
 
     Attributes:
         rank, size: Index of this process among all processes, and their number.
         local_rank, local_size: The same among the processes of this host.
         threads: Number of cores of the host for this process.
         transport: none, mpi, gloo or nccl.
-        can_be_lost: Whether a run goes on if a process ends. `rank` and `size` then change.
+        can_be_lost: True if a run goes on when a process ends. `rank` and `size` then change.
     """
 
     transport = "none"
@@ -113,7 +114,7 @@ class Processes:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process reports what happens in all."""
+        """True if this process reports for all."""
         return self.rank == 0
 
     @property
@@ -159,7 +160,7 @@ class Processes:
                 raise BadInput(text) from None
 
     def everywhere(self, value: T) -> list[T]:
-        """`gather`, with those of the other shards, if each worker is divided over several."""
+        """`gather`, with the values of the other shards, if each worker is divided over several."""
         return self.gather(value)
 
     def check_same(self, values: Mapping[str, Any], sentence: str = OF_COMMAND) -> None:
@@ -173,8 +174,8 @@ class Processes:
             for key in () if found == known[0] else known[0]:
                 first, other = known[0][key], found.get(key, known[0][key])
                 if first != other:
-                    of_both = {"first": str(first), "other": str(other)}
-                    raise BadInput(sentence.format(key=key, process=process, **of_both))
+                    both = {"first": str(first), "other": str(other)}
+                    raise BadInput(sentence.format(key=key, process=process, **both))
 
     def one_by_one(self, action: Callable[[], T]) -> T:
         """Return `action()`, run first in one process of each host, then in the others (downloads).
@@ -207,10 +208,10 @@ class Processes:
         return array[None]
 
     def broadcast_array(self, array: np.ndarray) -> None:
-        """Overwrite a contiguous array with that of process 0."""
+        """Overwrite a contiguous array with process 0's."""
 
     def broadcast_tensors(self, tensors: Sequence[Tensor]) -> None:
-        """Overwrite these tensors with those of process 0, in one message. Not counted."""
+        """Overwrite these tensors with process 0's, in one message. Not counted."""
         if self.size == 1:
             return
         octets = [tensor.detach().cpu().reshape(-1).view(torch.uint8) for tensor in tensors]
@@ -237,7 +238,7 @@ class Processes:
         """The channel for tensors on a device. All processes call it. size > 1 only.
 
         Args:
-            direct: Whether the channel accepts GPU memory. None: if the transport does.
+            direct: True if the channel accepts GPU memory. None: if the transport does.
         """
         raise NotImplementedError
 
@@ -295,7 +296,7 @@ def cores() -> set[int]:
 def torch_kept() -> Iterator[None]:
     """Restore torch's global random generators and its number of threads at the end of the block.
 
-    Those of GPUs are restored if they are in use at its start.
+    The generators of GPUs are restored if they are in use at its start.
     """
     threads = torch.get_num_threads()
     gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()

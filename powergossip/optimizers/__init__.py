@@ -1,4 +1,4 @@
-"""Optimizers for a training loop of your own, one worker per process.
+"""Optimizers for your own training loop, one worker per process.
 
 - GossipOptimizer: gossip after the step of any torch optimizer.
 - GossipModelAverager: gossip as an averager of torch.distributed's PostLocalSGDOptimizer.

@@ -41,7 +41,7 @@ def named(params: Params) -> tuple[list[str], list[Tensor]]:
 
 
 def is_frozen(tensor: Tensor) -> bool:
-    """Whether this is a parameter of a model that is not trained. Plain tensors are not frozen."""
+    """True for a parameter of a model that is not trained. Plain tensors are not frozen."""
     return isinstance(tensor, nn.Parameter) and not tensor.requires_grad
 
 
@@ -63,7 +63,7 @@ def check_gradients(
 
     Args:
         names: Names in error messages, by default those of `named`.
-        required: Whether a missing gradient is an error. Otherwise the result has the others only.
+        required: True if a missing gradient is an error. Otherwise the result has the others only.
 
     Raises:
         ValueError: For a gradient that is sparse or of another dtype.
@@ -139,7 +139,7 @@ def owner_of(processes: Processes) -> dict[str, int]:
 
 
 def check_owner(saved: Mapping[str, Any], owner: Mapping[str, int]) -> None:
-    """Raise ValueError unless a saved state is that of this owner, as far as it names one."""
+    """Raise ValueError if a saved state names another owner than this one."""
     for key, own in owner.items():
         if saved.get(key, own) != own:
             raise ValueError(

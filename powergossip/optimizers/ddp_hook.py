@@ -8,13 +8,13 @@
     ddp.register_comm_hook(state, gossip_hook)
 
 The rest of the loop is unchanged. DDP then averages no gradients: each process keeps its own, and
-its parameters are moved towards those of its neighbors::
+its parameters move towards its neighbors' parameters::
 
     x_i ← G(x)_i − η u(g_i)
 
 with an averaging algorithm G and the local update u of the optimizer. This is the overlapping form
 of D-PSGD (Lian et al. 2017, arXiv:1705.09056, Algorithm 1): messages about x are in flight during
-the backward pass, in which parameters must not change, and are mixed in before the update.
+the backward pass, when parameters must not change, and are mixed in before the update.
 """
 
 import weakref
@@ -58,7 +58,7 @@ class GossipState(Traffic):
     buffers at its construction, which is not counted.
 
     The first forward pass raises ValueError for a module with buffers that DDP would overwrite with
-    those of process 0: in gossip they are each worker's.
+    process 0's: in gossip they are each worker's.
 
     Args:
         optimizer: A torch optimizer of the DDP module's parameters. Its `step` mixes, then updates.
@@ -116,7 +116,7 @@ class GossipState(Traffic):
     def on_bucket(self, index: int) -> None:
         """Start a step of gossip with bucket 0, the first of a backward pass; advance messages.
 
-        A backward pass within `mean_model` is no step.
+        A backward pass within `mean_model` does not count as a step.
         """
         if self._averaged.in_mean:
             return
@@ -138,7 +138,7 @@ class GossipState(Traffic):
 
     @property
     def in_mean_model(self) -> bool:
-        """Whether the parameters are the mean model at present."""
+        """True while the parameters are the mean model."""
         return self._averaged.in_mean
 
     def finish(self) -> None:
@@ -173,7 +173,7 @@ class GossipState(Traffic):
 
     @contextmanager
     def mean_model(self) -> Iterator[None]:
-        """A context in which the parameters are the mean over all workers.
+        """A context where the parameters are the mean over all workers.
 
         Each worker's own parameters are restored at the end. Collective. The messages are not
         counted. A step of the optimizer raises RuntimeError inside.

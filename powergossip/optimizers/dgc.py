@@ -1,4 +1,4 @@
-"""Deep Gradient Compression in a training loop of your own, one worker per process::
+"""Deep Gradient Compression in your own training loop, one worker per process::
 
     from powergossip.optimizers.dgc import DGC, DGCSGD, DGCConfig, optimizer_step
 
@@ -15,9 +15,9 @@ DGCSGD takes the place of torch.optim.SGD with the same lr, momentum, weight_dec
 applies the momentum to the gradients, since it corrects it for elements that are not sent yet, and
 DGCSGD to the weight decay. Both need the same momentum.
 
-An optimizer with momentum of its own is rejected. torch.optim.SGD without momentum is accepted. Its
-weight decay has no momentum either, so that it is 1 − momentum times as strong as that of DGCSGD.
-The algorithm is algorithms.dgc.
+An optimizer with its own momentum is rejected. torch.optim.SGD without momentum is accepted. Its
+weight decay has no momentum either, so that it is 1 − momentum times as strong as DGCSGD's. The
+algorithm is algorithms.dgc.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -44,11 +44,11 @@ class DGC(CompressedMean):
 
     Args:
         params, network, process_group: As for `PowerSGD`.
-        message_dtype: "float32", or "parameter", with which values of parameters in half precision
-            are sent in their dtype. Rounding errors are sent later.
+        message_dtype: "float32", or "parameter", which sends values of parameters in half precision
+            in their dtype. Rounding errors are sent later.
 
     Attributes:
-        flat: The parameters, the mean of the batches of this step and that of the workers.
+        flat: The parameters, the mean of this step's batches and the mean of the workers.
 
     Raises:
         ValueError: In all processes, for parameters that are not dense tensors of these dtypes.
@@ -79,7 +79,7 @@ class DGC(CompressedMean):
     def collect(self, optimizer: torch.optim.Optimizer) -> tuple[list[Tensor], list[Tensor]]:
         """Return the parameters and their gradients.
 
-        Raises ValueError for an optimizer with momentum of its own (such as Adam), or, if it is
+        Raises ValueError for an optimizer with its own momentum (such as Adam), or, if it is
         DGCSGD, with another momentum than that of the configuration.
         """
         check_momentum(optimizer, self.config.momentum, self.config.nesterov)

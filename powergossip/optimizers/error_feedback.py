@@ -1,4 +1,4 @@
-"""Error-feedback SGD in a training loop of your own, one worker per process::
+"""Error-feedback SGD in your own training loop, one worker per process::
 
     from powergossip.compressors import TopK
     from powergossip.optimizers.error_feedback import ErrorFeedback, optimizer_step
@@ -36,8 +36,8 @@ class ErrorFeedback(Aggregated):
     (random-k, random-block) use one.
 
     Args:
-        compressor: Any of powergossip.compressors, or one of your own. Other arguments, attributes
-            and errors as for `Aggregated`.
+        compressor: Any of powergossip.compressors, or your own. Other arguments, attributes and
+            errors as for `Aggregated`.
 
     References:
         Karimireddy et al. (2019), arXiv:1901.09847, Algorithm 2.

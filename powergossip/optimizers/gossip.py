@@ -1,4 +1,4 @@
-"""Gossip in a training loop of your own, one worker per process::
+"""Gossip in your own training loop, one worker per process::
 
     from powergossip.optimizers import GossipOptimizer
 
@@ -6,8 +6,8 @@
     optimizer = GossipOptimizer(local, "power-gossip", rank=1)
 
 The rest of the loop is unchanged and runs under `mpirun -np N`. Every process computes the gradient
-of its own data, and `step` updates its own parameters and then moves them towards those of its
-neighbors. This is D-PSGD with an averaging algorithm G, x ← G(x − η u(g)), as in Lian et al.
+of its own data, and `step` updates its own parameters and then moves them towards its neighbors'
+parameters. This is D-PSGD with an averaging algorithm G, x ← G(x − η u(g)), as in Lian et al.
 (2017), arXiv:1705.09056. In a single process, it is the wrapped optimizer.
 """
 
@@ -89,8 +89,8 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
     also this optimizer's, so that schedulers, GradScaler and code that sets learning rates work.
 
     Construction moves the parameters into one buffer, where each has its own storage, and gives
-    those of all processes the values of process 0. Create it after the model is on its device.
-    Values may be assigned to p.data later; they are copied to the buffer. Construction, `step`,
+    them process 0's values in all processes. Create it after the model is on its device. Values may
+    be assigned to p.data later; they are copied to the buffer. Construction, `step`,
     `add_param_group` and `mean_model` are collective: all processes call them in the same order,
     with the same parameters. Buffers of the model (running statistics) are not parameters and stay
     each worker's own. Construction warns of buffers that differ.
@@ -99,16 +99,15 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
     float64. Those in float64 are averaged and sent in float64, with 64 bits per element. Those in
     half precision stay where they are. They are averaged in float32 and rounded once, after G.
     Their messages have 32 bits per element, or with message_dtype="parameter" the bits of the
-    parameters' dtype. Encoded messages, those of choco, deepsqueeze and moniqua, do not depend on
-    the dtype.
+    parameters' dtype. Encoded messages (choco, deepsqueeze, moniqua) do not depend on the dtype.
 
     Frozen parameters (requires_grad=False at construction) may have any dtype. They are given the
     values of process 0 at construction, where they are, and are not averaged.
 
     With `mesh`, a worker is a replica whose parameters are DTensors, in blocks of rows over its
     processes, as FSDP2's fully_shard makes them. This process sends its part of the replica's
-    messages, which are those of the whole parameters, or of each block with `per_shard`.
-    Parameters stay where they are. Lengths and norms are those of the replica.
+    messages, which concern the whole parameters, or with `per_shard` each block. Parameters stay
+    where they are. Lengths and norms are the replica's.
 
     All processes make the same number of steps: give them equally many batches, as torch's
     DistributedSampler does, and drop a last one that not all of them have. Otherwise the program
@@ -291,8 +290,8 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
         return loss
 
     def _only_allocates(self) -> bool:
-        """Whether torch.distributed.checkpoint makes this step, to get or set a state, with
-        learning rates of 0 and all gradients 0. It is no step of gossip."""
+        """True if torch.distributed.checkpoint makes this step, to get or set a state, with
+        learning rates of 0 and all gradients 0. It does not count as a step of gossip."""
         if any(group.get("lr") for group in self.param_groups):
             return False
         return any(frame.f_code.co_name == "_init_optim_state" for frame, _ in walk_stack(None))
@@ -369,7 +368,7 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
         return self._update()
 
     def _in_all_shards(self, holds: bool) -> bool:
-        """Whether something holds in all shards of this worker."""
+        """True if something holds in all shards of this worker."""
         sharding = self._averaged.sharding
         return holds if sharding is None else sharding.shards.all(holds)
 
@@ -447,7 +446,7 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
 
     @contextmanager
     def mean_model(self) -> Iterator[None]:
-        """A context in which the parameters are the mean over all workers.
+        """A context where the parameters are the mean over all workers.
 
         Each worker's own parameters are restored at the end. Collective. The messages are not
         counted. `step` raises RuntimeError inside.
@@ -460,11 +459,11 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the wrapped optimizer and, as "gossip" of its first parameter group, which
-        checkpointers keep, that of the averaging algorithm.
+        checkpointers keep, the state of the averaging algorithm.
 
-        It is this worker's. Every process saves its own, and that of its model. With mesh=, all
+        It is this worker's. Every process saves its own state, and its model's. With mesh=, all
         shards of a replica make this call together. All tensors are DTensors, or equal in all
-        shards: torch.distributed.checkpoint saves those of a replica in the process group of its
+        shards: torch.distributed.checkpoint saves a replica's tensors in the process group of its
         shards, and loads them into another number of shards.
         """
         self._check_between_steps("state_dict()")
@@ -511,7 +510,7 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
         self._averaged.check_state(gossip)
         local = {**state, "param_groups": [first, *others]}
         if self._averaged.sharding is not None and gossip["steps"] == 0:
-            local["state"] = {}  # that of initial_state
+            local["state"] = {}  # as in initial_state
         self.wrapped.load_state_dict(local)
         self._steps = gossip["steps"]
         self._averaged.load_state_dict(gossip)

@@ -1,7 +1,7 @@
 """The parameters of a training loop and the gossip that averages them: the common part of
 GossipOptimizer, GossipModelAverager and GossipState.
 
-Axes: worker (always 1: that of this process), D elements of a part.
+Axes: worker (always 1: this process's worker), D elements of a part.
 """
 
 import warnings
@@ -174,7 +174,7 @@ def _with_own_storage(view: Tensor) -> Tensor:
 
 
 class Averaged(Traffic):
-    """Parameters that are averaged with those of other processes, x ← G(x).
+    """Parameters that are averaged with other processes' parameters, x ← G(x).
 
     A step is `start`, which sends the first messages, `finish`, after which parameters may change,
     the local update, and `move`. A single process has nothing to do.
@@ -185,10 +185,10 @@ class Averaged(Traffic):
         message_dtype: "float32", or "parameter": messages about parameters in bfloat16 or float16
             have their dtype. Those about parameters in float64 always have 64 bits.
         learning: The learning rule.
-        sharding: The shards of each worker, whose processes are then those of one shard.
+        sharding: The shards of each worker. The processes are then those with this shard.
 
     Attributes:
-        parts: Parameters that were added together, those of each dtype by themselves.
+        parts: Parameters that were added together, each dtype by itself.
     """
 
     def __init__(
@@ -245,10 +245,10 @@ class Averaged(Traffic):
             steps: Number of steps taken by now.
             move: Give all workers the values of process 0, also of frozen parameters, and move
                 those that are not in half precision into the memory of x. Otherwise, parameters
-                stay as they are, and frozen ones are left out.
+                stay as they are, and frozen ones are skipped.
 
         Raises:
-            ValueError: In all processes. Everything is left unchanged then.
+            ValueError: In all processes. Nothing is changed then.
         """
         check_same_parameters(self.processes, parameters, first)
         with self.processes.agreed():
@@ -348,7 +348,7 @@ class Averaged(Traffic):
 
     @property
     def in_flight(self) -> bool:
-        """Whether a step has begun and its messages are in flight."""
+        """True if a step has begun and its messages are in flight."""
         return self._exchange is not None and self.in_step
 
     def start(self) -> None:
@@ -379,7 +379,7 @@ class Averaged(Traffic):
             self._exchange.take_turns(max(turns))
 
     def receive(self) -> None:
-        """Receive all messages and mix. Does nothing if there are none in flight."""
+        """Receive all messages and mix. Does nothing if no messages are in flight."""
         if self._exchange is not None:
             self._exchange.finish()
             self._exchange = None
@@ -421,7 +421,7 @@ class Averaged(Traffic):
 
     @contextmanager
     def mean(self, step: int) -> Iterator[None]:
-        """A context in which the parameters are the mean over all workers. Collective, not counted.
+        """A context where the parameters are the mean over all workers. Collective, not counted.
 
         Each worker's own parameters are restored at the end. Raises RuntimeError inside another.
         """
@@ -470,7 +470,8 @@ class Averaged(Traffic):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of this worker's learning rules, with that of their averaging algorithms."""
+        """The state of this worker's learning rules, with the state of their averaging
+        algorithms."""
         self.receive()
         inside = self.bits_inside
         state = {
@@ -483,7 +484,7 @@ class Averaged(Traffic):
         return {**state, "checksum": _checksum(self.parts)}
 
     def check_state(self, saved: Mapping[str, Any]) -> None:
-        """Raise ValueError unless the facts of a saved state are those of this object."""
+        """Raise ValueError unless a saved state has the same facts as this object."""
         _check_state(saved, self._facts())
         check_owner(saved, owner_of(self.processes))
 
@@ -513,7 +514,7 @@ def _checksum(parts: Iterable[_Part], before: bool = False) -> int:
 
 
 def _check_state(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raise ValueError unless the facts of a saved state are those of this optimizer."""
+    """Raise ValueError unless a saved state has the same facts as this optimizer."""
     if saved.get("version") != now["version"]:
         raise ValueError(
             f"the state has version {saved.get('version')}, this is version {now['version']}; "
@@ -559,8 +560,8 @@ def trainable_of(
     """The trainable parameters.
 
     Args:
-        required: Whether parameters without elements are an error.
-        sharded: Whether they may be DTensors.
+        required: True if parameters without elements are an error.
+        sharded: True if they may be DTensors.
 
     Raises:
         ValueError: For parameters that cannot be averaged.

@@ -45,7 +45,8 @@ class Aggregated(CompressedMean):
 
     @property
     def owns_momentum(self) -> bool:
-        """Whether the momentum is part of the method, so that the optimizer must have none."""
+        """True if the momentum is part of the method, so that the optimizer must have no
+        momentum."""
         return self._aggregation.owns_momentum
 
     @property

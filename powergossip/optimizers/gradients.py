@@ -58,19 +58,19 @@ class Gradients:
 
     Args:
         params: Tensors or (name, tensor) pairs, in an order that all processes share. Frozen ones
-            (requires_grad=False) are left out. Construction gives all workers the values of process
+            (requires_grad=False) are skipped. Construction gives all workers the values of process
             0.
-        network: A network with one worker per process, by default that of the process group.
+        network: A network with one worker per process, by default the process group's.
         process_group: A group of torch.distributed, an mpi4py communicator, a `Processes`, or None
             for all processes of the run.
         mesh: For parameters that are sharded over another dimension of a DeviceMesh, the one along
             which replicas differ. Each shard's block of a parameter then counts as a parameter.
         dtypes: Accepted dtypes of parameters.
-        vectors_are_matrices: Whether a vector is laid out as a matrix with one column.
+        vectors_are_matrices: True if a vector is laid out as a matrix with one column.
 
     Attributes:
-        parameters: The trained parameters, in the given order, without those of which this shard
-            has no rows.
+        parameters: The trained parameters, in the given order, as far as this shard has rows of
+            them.
         network, layout: The network, and the layout of the parameters.
         owner: The worker of this process, as in its states.
         dtype: Dtype of the buffers, see `working_dtype`.
@@ -192,7 +192,7 @@ class Aggregator(ABC):
 
         The error is the part of a gradient that the mean lacks, for error feedback: it is added to
         the gradient of the next step. It is 0 without compression. Subclasses with `mean_of` may
-        keep it elsewhere. None: there is no step yet.
+        keep it elsewhere. None before the first step.
         """
 
     @cached_property
@@ -238,9 +238,9 @@ def optimizer_step(
     Takes the gradients p.grad and clears them. Errors are kept apart.
 
     Args:
-        aggregator: `PowerSGD`, `AllReduce`, `DGC`, `ErrorFeedback`, `SignSGD` or one of your own.
+        aggregator: `PowerSGD`, `AllReduce`, `DGC`, `ErrorFeedback`, `SignSGD` or your own.
         scaler: A GradScaler that has unscaled the gradients. If they are not finite in a process,
-            all processes leave out the step, and errors stay as they are.
+            all processes skip the step, and errors stay as they are.
 
     Raises:
         ValueError: Before anything is sent, for a parameter with a missing or sparse gradient, and
@@ -302,7 +302,7 @@ class CompressedMean(Traffic, Aggregator):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state returned by `state_dict()`.
 
-        Raises ValueError if it does not fit, or is that of another worker or number of workers.
+        Raises ValueError if it does not fit, or comes from another worker or number of workers.
         """
         check_owner(state, self.flat.owner)
         self._aggregation.load_state_dict(state["aggregation"])

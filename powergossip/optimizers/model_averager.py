@@ -52,10 +52,10 @@ class GossipModelAverager(ModelAverager):
     This is post-local SGD with an averaging algorithm G in place of the mean over all workers.
 
     All processes call `average_parameters` equally often, with the same parameters, which they
-    compare if they are not those of the last step. Its first step of gossip decides on the
-    parameters: all that require a gradient, where torch's averager takes those that have one.
-    Parameters that are added to the optimizer later are averaged from then on, with a state of
-    their own. Parameters stay in their memory.
+    compare if they differ from the last step's. Its first step of gossip decides on the parameters:
+    all that require a gradient, where torch's averager takes those that have one. Parameters that
+    are added to the optimizer later are averaged from then on, with their own state. Parameters
+    stay in their memory.
 
     Workers start from their own values, as with torch's averager: give them equal ones, by the same
     seed or by DDP. GradScaler skips steps in single processes, and so does not fit; GossipOptimizer
@@ -157,7 +157,7 @@ class GossipModelAverager(ModelAverager):
     def _prepared(self, params: Params | Iterable[dict[str, Any]]) -> Averaged:
         """The averaging of these parameters, after adding those that are new.
 
-        There is no communication if they are those of the last step.
+        Nothing is sent if they are the last step's.
         """
         entries = [*_tensors(params)]
         tensors = [entry[1] if isinstance(entry, tuple) else entry for entry in entries]
@@ -241,7 +241,7 @@ class GossipModelAverager(ModelAverager):
 
     @contextmanager
     def mean_model(self) -> Iterator[None]:
-        """A context in which the parameters are the mean over all workers.
+        """A context where the parameters are the mean over all workers.
 
         Each worker's own parameters are restored at the end. Collective. The messages are not
         counted.
@@ -262,7 +262,7 @@ class GossipModelAverager(ModelAverager):
     def state_dict(self) -> dict[str, Any]:
         """The number of steps, and the state of this worker's averaging algorithm.
 
-        Save it beside the optimizer's: that of PostLocalSGDOptimizer has the number of steps only.
+        Save it beside the optimizer's: PostLocalSGDOptimizer's state has the number of steps only.
         Parameters are saved with the model.
         """
         gossip = self._restored

@@ -1,4 +1,4 @@
-"""PowerSGD in a training loop of your own, one worker per process (`mpirun -np 8 python mine.py`)::
+"""PowerSGD in your own training loop, one worker per process (`mpirun -np 8 python mine.py`)::
 
     from powergossip.optimizers import Config, PowerSGD, optimizer_step
 
@@ -7,8 +7,8 @@
         loss(model, batch).backward()
         optimizer_step(optimizer, powersgd)  # in place of optimizer.step() and zero_grad()
 
-Names, signatures and defaults are those of the package that the authors of PowerSGD published
-(github.com/epfml/powersgd). Processes are those of the run, or of `process_group`. The algorithm is
+Names, signatures and defaults are the same as in the package that the authors of PowerSGD published
+(github.com/epfml/powersgd). It uses all processes of the run, or `process_group`. The algorithm is
 algorithms.power_sgd.
 
 Precision: gradients are float32, float64, bfloat16 or float16, also mixed. All are computed and
@@ -62,7 +62,7 @@ class AllReduce(Aggregator):
         self._sizes: list[int] = []
 
     def mean_of(self, parameters: Tensors, gradients: Tensors) -> list[Tensor] | None:
-        """Return the mean. There are no errors."""
+        """Return the mean. Without compression, errors are absent."""
         return self.aggregate(gradients)
 
     def aggregate(self, gradients: Sequence[Tensor]) -> list[Tensor]:
@@ -114,9 +114,8 @@ class PowerSGD(CompressedMean):
         network: A network with one worker per process, by default that of the process group.
         process_group: A group of torch.distributed, an mpi4py communicator, a `Processes`, or None
             for all processes of the run.
-        message_dtype: "float32", or "parameter", with which messages about parameters in bfloat16
-            or float16 have half the bits. Their rounding errors are not in the error that is fed
-            back.
+        message_dtype: "float32", or "parameter": then messages about parameters in bfloat16 or
+            float16 have half the bits. Their rounding errors are not in the error that is fed back.
         mesh: The dimension of a DeviceMesh along which replicas differ, such as mesh["replica"],
             for parameters that are sharded along another one. Each shard compresses its blocks.
 
@@ -161,7 +160,7 @@ class PowerSGD(CompressedMean):
 
     @property
     def is_compressed_mask(self) -> list[bool]:
-        """Whether each parameter is compressed."""
+        """For each parameter, True if it is compressed."""
         return [
             len(shape) >= 2 and self.config.compresses(*matrix_shape(shape))
             for shape in self.flat.layout.shapes
@@ -247,8 +246,8 @@ class BasicConfig:
 class BasicPowerSGD(PowerSGD):
     """PowerSGD that compresses all parameters from the first step on, whatever the gain.
 
-    A vector is a matrix with one column. The other parameters, `options`, are those of `PowerSGD`,
-    and ValueError is raised for the same reasons.
+    A vector is a matrix with one column. `options` are the other parameters of `PowerSGD`, and
+    ValueError is raised for the same reasons.
     """
 
     _vectors_are_matrices = True

@@ -1,7 +1,7 @@
 """Parameters that are DTensors, sharded over the processes of a replica, as by FSDP2.
 
-Of each, this process has a block of rows. Those that are whole in all processes of the replica are
-divided in the same way: each shard averages its block, and gathers those of the others.
+Of each, this process has a block of rows. Parameters that are whole in all processes of the replica
+are divided in the same way: each shard averages its block, and gathers the other blocks.
 
 torch.distributed.tensor and FSDP2 are imported where they are used: together they take as long as
 torch, and most programs have no sharded parameters.
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def is_distributed(tensor: Tensor) -> "TypeGuard[DTensor]":
-    """Whether a tensor is a DTensor."""
+    """True if a tensor is a DTensor."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
@@ -50,7 +50,7 @@ def memory(tensor: Tensor) -> Tensor:
 
 
 def is_divided(tensor: Tensor) -> bool:
-    """Whether this process has a block of rows of a DTensor, and not all of it."""
+    """True if this process has a block of rows of a DTensor, and not all of it."""
     return is_distributed(tensor) and tensor.placements == _divided()
 
 
@@ -63,7 +63,7 @@ def block(tensor: Tensor) -> Tensor:
 
 
 def shaped_like(own: Tensor, parameter: Tensor) -> Tensor:
-    """The tensor of the kind of a parameter of which this process has a block."""
+    """A block of this process as a tensor of the same kind as its parameter."""
     if not is_distributed(parameter):
         return own
     from torch.distributed.tensor import DTensor
@@ -90,7 +90,7 @@ class Sharding:
     """The shards of a replica, and how its parameters are laid out.
 
     Args:
-        per_shard: Whether each block counts as a tensor of its own.
+        per_shard: True if each block counts as a separate tensor.
     """
 
     def __init__(self, shards: Shards, per_shard: bool):
@@ -244,8 +244,8 @@ def reshard_modules() -> None:
 def initial_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """The state of an optimizer that has not made a step, with all entries that it has after one.
 
-    torch.distributed.checkpoint loads into the entries that exist. The values are those of a step
-    with a learning rate of 0, after which the optimizer is as before.
+    torch.distributed.checkpoint loads into the entries that exist. The values come from a step with
+    a learning rate of 0, which leaves the optimizer as before.
     """
     groups = optimizer.param_groups
     before = [(group["lr"], [p.grad for p in group["params"]]) for group in groups]

@@ -1,4 +1,4 @@
-"""signSGD with majority vote in a training loop of your own, one worker per process::
+"""signSGD with majority vote in your own training loop, one worker per process::
 
     from powergossip.optimizers.sign_sgd import SignSGD, SignSGDConfig, optimizer_step
 
@@ -9,7 +9,7 @@
         optimizer_step(optimizer, signs)  # in place of optimizer.step() and zero_grad()
 
 The momentum is part of the method, so the optimizer has momentum=0. The learning rate is the length
-of the step of each parameter element: start a hundred times below that of SGD. The algorithm is
+of the step of each parameter element: start a hundred times below SGD's. The algorithm is
 algorithms.sign_sgd.
 """
 

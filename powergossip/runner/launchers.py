@@ -81,7 +81,7 @@ class _Here:
                     code = process.wait()
         except CannotRun as error:
             return failed(job, str(error))
-        # Ctrl-C may end a process before it is in a session of its own, and before `leave`. Then no
+        # Ctrl-C may end a process before it is in its own session, and before `leave`. Then no
         # other job may start.
         if code == -signal.SIGINT:
             with self._changing:
@@ -182,7 +182,7 @@ def _check_not_in_slurm(folder: Path) -> None:
         )
 
 
-# Each call of the runner has a launcher of its own: after `leave`, it starts no other job.
+# Each call of the runner has its own launcher: after `leave`, it starts no other job.
 LAUNCHERS: dict[str, Callable[[], Launcher]] = {
     "mpirun": Mpirun,
     "torchrun": Torchrun,

@@ -60,7 +60,7 @@ class Run:
 
     @property
     def links(self) -> Mapping[str, str]:
-        """What determines the result beside entry, values and processes."""
+        """Inputs that determine the result, beside entry, values and processes."""
         return {}
 
     @property
@@ -126,7 +126,7 @@ class Experiment:
             runs).
         report: Function that writes figures into a folder and returns Markdown, which refers to
             them by name.
-        independent: Whether a stage has runs although others of the stage before have failed.
+        independent: True if a stage has runs although others of the previous stage have failed.
     """
 
     title: str
@@ -384,7 +384,7 @@ class _Progress:
 
 
 def _last_line(log: Path) -> str:
-    """The last sentence of a program, or the last line that is none of dashes, as of mpirun."""
+    """The last sentence of a program, or the last line without mpirun's lines of dashes."""
     lines = last_output(log).split("\n") if log.exists() else []
     errors = [line for line in lines if line.startswith("error: ")]
     return next((f": {line.strip()}" for line in reversed(errors or lines) if line.strip(" -")), "")

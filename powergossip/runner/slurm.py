@@ -105,7 +105,7 @@ class Slurm:
         self._leaving.set()
 
     def _submitted(self, job: Job) -> tuple[Path, str]:
-        """Script and number of the job: that of an earlier runner, or a new one."""
+        """Script and number of the job: an earlier runner's job, or a new one."""
         folder = job.folder.resolve()
         with alone(folder, self._patience) as lock:
             record = folder / SLURM

@@ -3,9 +3,9 @@ processes.
 
 A state is a tree of dicts and lists. Its tensors with an axis are [worker, ...], a row for each
 worker that the process hosts. Its other leaves (numbers, strings, None, tensors without an axis)
-are the same in all processes. Each process writes a part with the rows of its own workers. A
-process that loads the state of a worker reads the worker's rows from the part that contains them.
-All processes must see the same folder::
+are the same in all processes. Each process writes a part with its workers' rows. A process that
+loads the state of a worker reads the worker's rows from the part that contains them. All processes
+must see the same folder::
 
     OUTPUT_DIR/checkpoints/
         index.json                the checkpoints that are kept, and their parts
@@ -17,7 +17,8 @@ A run goes on from the other one if the last one is damaged.
 The index is replaced atomically once all parts of a new checkpoint are on the disk. A process that
 is killed while it writes does not damage the previous checkpoints. Another one then replaces the
 index. A process that was stopped, and is regarded as lost, changes neither index nor checkpoints
-when it continues (see files.Drafts). The next `save` removes folders that are not in the index.
+when it continues (see atomic_files.Drafts). The next `save` removes folders that are not in the
+index.
 """
 
 import errno
@@ -78,7 +79,7 @@ class Checkpoints:
 
         Args:
             facts: JSON values of process 0 that `describe` returns, or a function that returns
-                them, which the first process that is left calls when all parts are written.
+                them, which the first surviving process calls when all parts are written.
             score: Quality of the model. The first checkpoint with the largest score is kept as the
                 best.
 
@@ -150,8 +151,8 @@ class Checkpoints:
         return next(filter(None, self._processes.everywhere(damage)), None)
 
     def return_to(self, which: str, wanted: str = "last") -> None:
-        """Let a checkpoint be the last one, in place of the `wanted` one if that is damaged, which
-        is not the best one any more. In the first process."""
+        """Make a checkpoint the last one, in place of the `wanted` one if that is damaged, which is
+        then no longer the best one. Called by the first process."""
         index = self._index()
         entry = index[which]
         if entry != index["last"] or which != wanted:
@@ -333,7 +334,7 @@ def write_part(path: Path, workers: range, state: Tree) -> dict[str, Any]:
         try:
             torch.save(_to_cpu(state), hashing)  # type: ignore[arg-type]  # only write and flush are used
         except RuntimeError:
-            # torch reports a failed write as an error of its own type.
+            # torch reports a failed write as its own type of error.
             if hashing.failed is None:
                 raise
         if hashing.failed is not None:
@@ -415,7 +416,7 @@ class _Hashing:
 
 
 def _to_cpu(tree: Tree) -> Tree:
-    """Tensors on the CPU, each with a storage of its own: torch.save writes the whole storage."""
+    """Tensors on the CPU, each with its own storage: torch.save writes the whole storage."""
 
     def compact(tensor: Tensor) -> Tensor:
         tensor = tensor.detach().cpu().contiguous()
@@ -431,7 +432,7 @@ def rows_of(tree: Tree, rows: slice) -> Tree:
 
 
 def join(trees: Sequence[Tree]) -> Tree:
-    """Concatenate tensors that have an axis; other leaves are those of the first tree."""
+    """Concatenate tensors that have an axis; other leaves come from the first tree."""
     return map_tensors(
         lambda first, *more: torch.cat((first, *more)) if first.ndim else first, *trees
     )

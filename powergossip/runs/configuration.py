@@ -58,7 +58,7 @@ class Origin:
 
     Attributes:
         place: "the command line", "FILE.yaml, line 3", or "config" of DRIVER.
-        explicit: Whether it was given for this run, on the command line or in a hand-written file,
+        explicit: True if it was given for this run, on the command line or in a hand-written file,
             not in a saved configuration or by a driver.
     """
 
@@ -119,14 +119,14 @@ def read_command_line(
     """
     options = _parse(config, [*map(str, arguments)], description, notes)
     assignments = [
-        *(a for file in _config_files(options.config) for a in _of_file(config, file)),
-        *map(_of_argument, options.assignments),
+        *(a for file in _config_files(options.config) for a in _file_assignments(config, file)),
+        *map(_argument_assignment, options.assignments),
     ]
     after = _after(config, assignments)
     resume = any(key in config and after[key] for key in ("resume", "evaluate_only"))
     folder = _output_dir(options.output_dir, options.suffix, resume)
     if resume and folder and (Path(folder) / CONFIG_FILE).exists():
-        assignments = [*_of_saved_run(config, Path(folder)), *assignments]
+        assignments = [*_saved_assignments(config, Path(folder)), *assignments]
         _after(config, assignments)
     given = set_by_driver(config) | {a.name: a.source for a in assignments}
     for assignment in assignments:
@@ -135,8 +135,8 @@ def read_command_line(
 
 
 class _Typed(DictConfig):
-    """A configuration whose assignments, and those of its copies, raise BadInput, with one
-    sentence."""
+    """A configuration in which bad assignments raise BadInput, with one sentence, as in its
+    copies."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Typed":
         found = super().__deepcopy__(memo)
@@ -155,8 +155,8 @@ class _Typed(DictConfig):
 
 
 def _without_numpy(value: Any) -> Any:
-    """A value of numpy as one of Python, such as those of np.arange and np.logspace in a sweep.
-    Those in lists and dictionaries, too."""
+    """Convert values of numpy, as from np.arange and np.logspace in a sweep, to Python's. Values in
+    lists and dictionaries, too."""
     if type(value) is dict:
         return {key: _without_numpy(entry) for key, entry in value.items()}
     if type(value) in (list, tuple):
@@ -188,7 +188,7 @@ def structured(kind: type[Any]) -> DictConfig:
     return _Typed(kind)
 
 
-def of_driver(config: Any, kind: type[Any]) -> DictConfig:
+def driver_config(config: Any, kind: type[Any]) -> DictConfig:
     """Return a copy of a module's `config`, which a driver may have replaced by a mapping.
 
     Raises:
@@ -273,7 +273,7 @@ def request(
     asked, folder, explicit = structured(kind), None, list[str]()
     wrong: Exception | None = None
     try:
-        asked = of_driver(config, kind)
+        asked = driver_config(config, kind)
         for name, hook in (hooks or {}).items():
             if not callable(hook):
                 raise BadInput(f"{name}={hook!r}: use a function")
@@ -345,7 +345,7 @@ def _parse(
     return options
 
 
-def _of_argument(text: str) -> _Assignment:
+def _argument_assignment(text: str) -> _Assignment:
     """Parse key=value. Raises BadInput."""
     key, equals, value = text.partition("=")
     if not equals or not key:
@@ -357,7 +357,7 @@ def _of_argument(text: str) -> _Assignment:
         raise BadInput(f"{key}={shown}: the value is not YAML ({error})") from error
 
 
-def _of_file(config: DictConfig, file: str) -> list[_Assignment]:
+def _file_assignments(config: DictConfig, file: str) -> list[_Assignment]:
     """The assignments of a --config file. Raises BadInput.
 
     A file with nearly all keys of every run is a saved configuration, not written by hand. So is
@@ -366,8 +366,8 @@ def _of_file(config: DictConfig, file: str) -> list[_Assignment]:
     path = Path(file)
     content = _read_yaml(f"--config {file}", path)
     beside_rows = path.name == CONFIG_FILE and (path.parent / metrics.FILE).exists()
-    of_runs = {key for key in config if not str(key).startswith(OPTION)}
-    saved = beside_rows or len(of_runs & content.keys()) > 0.9 * len(of_runs)
+    run_keys = {key for key in config if not str(key).startswith(OPTION)}
+    saved = beside_rows or len(run_keys & content.keys()) > 0.9 * len(run_keys)
     return [
         _Assignment(
             str(key), value, Origin(f"{file}, line {line}", not saved), f"{file}, line {line}: "
@@ -378,11 +378,11 @@ def _of_file(config: DictConfig, file: str) -> list[_Assignment]:
 
 
 def _is_of_own_method(config: DictConfig, key: object) -> bool:
-    """Whether a saved key is an option of a script's own method. Its row has the value."""
+    """True if a saved key is an option of a script's own method. Its row has the value."""
     return key not in config and str(key).startswith(OPTION)
 
 
-def of_run(folder: Path) -> dict[Any, tuple[Any, int]]:
+def saved_values(folder: Path) -> dict[Any, tuple[Any, int]]:
     """Key → (value, line) of a run's config.yaml. Raises BadInput.
 
     If that is missing, or a power failure has left it empty, the last checkpoint has the values.
@@ -401,14 +401,14 @@ def of_run(folder: Path) -> dict[Any, tuple[Any, int]]:
         raise
 
 
-def _of_saved_run(config: DictConfig, folder: Path) -> list[_Assignment]:
+def _saved_assignments(config: DictConfig, folder: Path) -> list[_Assignment]:
     """The values of a run's config.yaml, for keys that have their defaults in `config`."""
     changed_before, file = set_by_driver(config), folder / CONFIG_FILE
     return [
         _Assignment(
             str(key), value, Origin(f"{file}, line {line}", False), f"{file}, line {line}: "
         )
-        for key, (value, line) in of_run(folder).items()
+        for key, (value, line) in saved_values(folder).items()
         if key not in changed_before and not _is_of_own_method(config, key)
     ]
 
@@ -585,8 +585,8 @@ def _config_files(given: Sequence[str]) -> list[str]:
         if Path(name).is_file():
             found.append(name)
         else:
-            of_preset = [str(path) for path in presets.files(name)]
-            found.extend([path for path in of_preset if path not in found] or [name])
+            paths = [str(path) for path in presets.files(name)]
+            found.extend([path for path in paths if path not in found] or [name])
     return found
 
 

@@ -127,8 +127,8 @@ def last_epoch(rows: bytes) -> float:
 def load(output_dir: Path | str) -> "DataFrame":
     """Return the rows of a run in the order of the file. Its first columns are COLUMNS.
 
-    A tag that a row does not have is NaN. An incomplete last line is left out. Any other line that
-    is not a row is left out with a warning that names it.
+    A tag that a row does not have is NaN. An incomplete last line is ignored. Any other line that
+    is not a row is skipped with a warning that names it.
 
     Raises:
         ValueError: If there is no such file.

@@ -45,25 +45,25 @@ class Output:
     """The folder of a run, with its configuration and open logs.
 
     Methods, too, raise Dropped if another process has taken over. A process that was stopped then
-    changes nothing when it continues, see files.Drafts.
+    changes nothing when it continues, see atomic_files.Drafts.
 
     Args:
         name: Name of the folder, where {date} stands for the date of a new one. None: DATED.
         config: The configuration by key, with `overwrite`, `tensorboard` and, optionally,
             `trackers`.
         offset: Size in bytes of the rows of a run to resume. None: begin a run.
-        allow_lost_rows: Whether a run resumes although some of these rows are missing.
+        allow_lost_rows: True if a run resumes although some of these rows are missing.
         process: Index of this process.
-        takes_over: Whether this process continues in the place of one that was lost during the run.
+        takes_over: True if this process replaces one that was lost during the run.
 
     Attributes:
         folder: Path of the folder.
-        lost_rows: Whether rows were missing.
+        lost_rows: True if rows were missing.
 
     Raises:
-        ValueError: If the folder cannot be written, contains a run and neither config.overwrite nor
-            `offset` is set, or lacks rows of a run to resume, or if a tracker cannot begin or
-            continue its run. Nothing is changed then.
+        ValueError: If the folder cannot be written, contains a run although neither overwrite nor
+            `offset` is set, lacks rows of a run to resume, or if a tracker cannot begin or continue
+            its run. Nothing is changed then.
     """
 
     def __init__(
@@ -123,8 +123,8 @@ class Output:
         kept = metrics.kept_rows(folder / metrics.FILE, offset, allow_lost_rows)
         self.lost_rows = len(kept) < offset
         self._info = _read_info(folder / INFO_FILE)
-        of_trackers = Resumed(metrics.last_epoch(kept), self._info.get(TRACKERS, {}))
-        self._trackers = Trackers(folder, config, of_trackers)
+        resumed = Resumed(metrics.last_epoch(kept), self._info.get(TRACKERS, {}))
+        self._trackers = Trackers(folder, config, resumed)
         self._info.pop(ENDING, None)
         if not takes_over:
             clear_drafts(folder)
@@ -207,7 +207,7 @@ def take_over(
     rows: Sequence[tuple[str, Mapping[str, float], Mapping[str, Any]]],
     process: int,
 ) -> Output:
-    """The output of a run whose writer was lost, with those of the latest rows that are missing.
+    """The output of a run whose writer was lost, with the latest rows that the file lacks.
 
     Args:
         process: Index of this process.
@@ -272,9 +272,9 @@ def run_to_resume(name: str | None, resume: bool | str, key: str = "resume") -> 
 
 
 def _is_run(folder: Path) -> bool:
-    """Whether a folder has a run of this program."""
+    """True if a folder has a run of this program."""
     try:
-        return configuration.of_run(folder).keys() >= _KEYS
+        return configuration.saved_values(folder).keys() >= _KEYS
     except BadInput:
         return False
 

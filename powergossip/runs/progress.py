@@ -19,7 +19,7 @@ class Progress:
     Args:
         total: Number of steps.
         initial: Number of steps done before.
-        shown: Whether progress is shown.
+        shown: True if progress is shown.
         tokens: Tokens of all workers in a step. Above 0, their number per second is shown.
     """
 

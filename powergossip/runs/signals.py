@@ -28,7 +28,7 @@ class Signals:
 
     Attributes:
         received: Number of the signal, or None.
-        agreed: Whether all processes have agreed to end.
+        agreed: True if all processes have agreed to end.
     """
 
     def __init__(

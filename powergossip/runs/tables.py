@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 def summary(rows: "DataFrame", time_is_virtual: bool = False) -> str:
     """Return the table at the end of a training run as plain text: accuracy, bits, time.
 
-    Each line shows the last epoch that has its rows. A line without rows is left out. Megabytes are
+    Each line shows the last epoch that has its rows. A line without rows is omitted. Megabytes are
     10⁶ bytes.
 
     Args:
-        time_is_virtual: Whether the column seconds is that of the virtual clock. Phases are in real
+        time_is_virtual: True if the column seconds shows the virtual clock. Phases are in real
             seconds.
     """
     lines: list[tuple[str, str]] = []
@@ -71,8 +71,8 @@ def summary(rows: "DataFrame", time_is_virtual: bool = False) -> str:
             whole = seconds
         for phase, spent in elapsed.items():
             fraction = f" ({spent / whole:.0%})" if whole > 0 else ""
-            of_step = f", {data_fraction(elapsed):.0%} of a step" if phase == "data" else ""
-            lines.append((f"    {phase}", f"{spent:.1f} s{fraction}{of_step}"))
+            step_fraction = f", {data_fraction(elapsed):.0%} of a step" if phase == "data" else ""
+            lines.append((f"    {phase}", f"{spent:.1f} s{fraction}{step_fraction}"))
 
     if not lines:
         return "The run has no rows."
@@ -89,8 +89,8 @@ def _further_metrics(rows: "DataFrame") -> list[tuple[str, str]]:
         return lines
     shown = ("accuracy", "top5_accuracy", "cross_entropy")
     kinds = (("test", "test_avg", "test"), ("validation", "valid_avg", "valid"))
-    for kind, of_mean, of_workers in kinds:
-        for split, of in ((of_mean, "mean model"), (of_workers, "workers")):
+    for kind, mean_split, worker_split in kinds:
+        for split, of in ((mean_split, "mean model"), (worker_split, "workers")):
             for name in rows["name"][rows["split"] == split].unique():
                 if name not in shown:
                     values = last_rows(rows, name, split=split)["value"]
@@ -160,7 +160,7 @@ def by_setting(rows: "DataFrame") -> "dict[tuple[str, ...], DataFrame]":
     ordered by epoch.
 
     Raises:
-        ValueError: If there are none.
+        ValueError: If there are no such rows.
     """
     tags = ["algorithm", "diffusion_rate", "theta"]
     chosen = rows[rows["name"].isin(["error", "diverged"])].sort_values("epoch", kind="stable")

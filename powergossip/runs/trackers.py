@@ -132,7 +132,7 @@ class WeightsAndBiases:
         self.facts = {"id": self._run.id, "url": self._run.url}
 
     def write(self, step: int, rows: Sequence[Scalar]) -> None:
-        values = {name: of_row["value"] for name, of_row in rows}
+        values = {name: row["value"] for name, row in rows}
         self._run.log({**values, **_axes(rows)}, step=step, commit=True)
 
     def close(self, complete: bool) -> None:
@@ -178,7 +178,7 @@ class MLflow:
         )
 
     def _experiment(self) -> str:
-        """The id of the experiment, which is made if there is none of that name."""
+        """The id of the experiment, which is made if no experiment has that name."""
         if given := os.environ.get("MLFLOW_EXPERIMENT_ID"):
             return given
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
@@ -290,7 +290,7 @@ class Trackers:
             begin = TRACKERS[name][0]
             try:
                 self._open[name] = begin(folder, values, resumed)
-            except Exception as error:  # each has exceptions of its own
+            except Exception as error:  # each has its own exceptions
                 self.close(complete=False)
                 raise ValueError(f"{given}: {_first_line(error)}") from error
 
@@ -325,7 +325,7 @@ class Trackers:
         for name, tracker in list(self._open.items()):
             try:
                 action(tracker)
-            except Exception as error:  # each has exceptions of its own
+            except Exception as error:  # each has its own exceptions
                 del self._open[name]
                 warnings.warn(
                     f"the tracker {name} failed and receives no further rows "

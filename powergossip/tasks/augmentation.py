@@ -31,7 +31,7 @@ def crop_and_flip(images: Tensor, random: np.random.Generator, padding: int = 4)
 
 
 def crop(images: Tensor, corners: Tensor, padding: int) -> Tensor:
-    """Pad each image with zeros and crop it to its former size, at a corner of its own.
+    """Pad each image with zeros and crop it to its former size, each at its own corner.
 
     Args:
         corners: First row and first column of the crop [sample, 2], in 0 … 2 · padding. (padding,

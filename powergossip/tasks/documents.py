@@ -1,7 +1,7 @@
 """Documents for language modeling: files of text, their topics and their splits.
 
-`DATASETS` maps names to functions that find the files. Any other name is that of a folder or of a
-file, or a glob pattern. The topic of a document is the top-level folder that it is in. Documents
+`DATASETS` maps names to functions that find the files. Any other name is the path of a folder or of
+a file, or a glob pattern. The topic of a document is the top-level folder that it is in. Documents
 directly in the root have the topic "".
 """
 
@@ -39,7 +39,7 @@ class Documents:
     def read(self, name: str) -> bytes:
         """The content of a document, decompressed if it is gzipped.
 
-        Raises ValueError if it cannot be read, or is no text: not in UTF-8, or with a byte 0.
+        Raises ValueError if it cannot be read, or is not a text in UTF-8, or contains a byte 0.
         """
         path = self.root / name
         content = data_files.uncompressed(path)
@@ -87,7 +87,7 @@ def python(data_dir: Path | None) -> Documents:
     Version 3.11 has 12 MB.
 
     Args:
-        data_dir: Folder in place of that of the running Python.
+        data_dir: Folder of the documents. None: the running Python's.
     """
     root = data_dir or Path(sysconfig.get_paths()["stdlib"])
     found = (path.relative_to(root) for path in root.rglob("*.py"))
@@ -99,7 +99,7 @@ def linux_doc(data_dir: Path | None) -> Documents:
     """The documentation of Linux 6.1: 24 MB, and 2.8 MB of them in languages other than English.
 
     Args:
-        data_dir: Folder in place of that of Debian's package linux-doc-6.1.
+        data_dir: Folder of the documents. None: the one of Debian's package linux-doc-6.1.
     """
     root = data_dir or LINUX_DOC
     found = (path.relative_to(root).as_posix() for path in root.rglob("*.rst.txt*"))
@@ -109,9 +109,10 @@ def linux_doc(data_dir: Path | None) -> Documents:
 
 
 def own(dataset: str, data_dir: Path | None) -> Documents:
-    """The files below a folder, a file, or those of a glob pattern such as ``notes/**/*.md``.
+    """The files below a folder, a single file, or the files that match a glob pattern such as
+    ``notes/**/*.md``.
 
-    Hidden files are left out, unless the pattern names them.
+    Hidden files are skipped, unless the pattern names them.
 
     Args:
         dataset: Path, relative to data_dir, or without that to the current folder.

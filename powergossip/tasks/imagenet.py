@@ -57,7 +57,7 @@ def task(options: TaskOptions) -> Task:
     with probability ½. For evaluation the shorter side is scaled to 8/7 of image_size, and the
     center is used.
 
-    task_options, besides those of the models and of normalization::
+    task_options, besides the options of the models and of normalization::
 
         image_size  rows and columns, by default 224
         threads     that decode images in this process, by default 4
@@ -91,7 +91,7 @@ def _find(data_dir: Path | None) -> Path:
 
 
 def _listed(folder: Path, labels: list[str], decoder: "Decoder") -> "ImageFiles":
-    """The images of a split. Raises ValueError if its folders are not those of the labels."""
+    """The images of a split. Raises ValueError if its folders differ from the labels."""
     found = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())
     if found != labels:
         differing = sorted({*found} ^ {*labels})

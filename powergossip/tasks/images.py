@@ -46,7 +46,7 @@ class Reader(Protocol):
 
     @property
     def augments(self) -> bool:
-        """Whether `request` augments images, and prepares them in the background."""
+        """True if `request` augments images, and prepares them in the background."""
         ...
 
     def request(
@@ -142,9 +142,9 @@ class ImageClassification:
     images: float32 [sample, channel, row, column]. labels: int64 [sample].
 
     Images are normalized with the task options pixel_mean and pixel_deviation, in 0 … 1 for each
-    channel: by default those of the training set, for mean 0 and variance 1. Models have no state
-    beyond parameters and buffers. Images are stored as bytes, a quarter of their normalized size,
-    since every process has all of them.
+    channel: by default the training set's, for mean 0 and variance 1. Models have no state beyond
+    parameters and buffers. Images are stored as bytes, a quarter of their normalized size, since
+    every process has all of them.
     """
 
     redistributes: ClassVar[bool] = True
@@ -166,8 +166,8 @@ class ImageClassification:
             augment: Function applied to the bytes of training batches [sample, row, column,
                 channel], with a generator derived from (seed, epoch, worker, step).
             architectures: Builders of the models.
-            known_options: Task options and accepted values. Those of `MODEL_OPTIONS` are given to
-                the builder.
+            known_options: Task options and accepted values. The builder receives the ones in
+                `MODEL_OPTIONS`.
 
         Raises:
             ValueError: If the options do not match the data.
@@ -188,8 +188,8 @@ class ImageClassification:
             (train.shape, n_labels),
             {key: given[key] for key in given if key in MODEL_OPTIONS},
         )
-        of_data = {"shape": train.shape, "n_labels": n_labels}
-        self._architectures = modules.with_own(built_in, options, of_data)
+        offered = {"shape": train.shape, "n_labels": n_labels}
+        self._architectures = modules.with_own(built_in, options, offered)
         self._shift, self._scale = _normalization(train, given, options.device)
         self._chunk = max(
             1, min(EVALUATION_CHUNK, EVALUATION_PIXELS // (train.shape[1] * train.shape[2]))
@@ -211,7 +211,7 @@ class ImageClassification:
 
     @property
     def samples(self) -> Mapping[Split, int]:
-        """Number of images of each split. "valid" is left out if no images are held out."""
+        """Number of images of each split. "valid" is absent if no images are held out."""
         return {name: len(labels) for name, labels in self._labels.items()}
 
     @property
@@ -250,7 +250,7 @@ class ImageClassification:
         reader = self._readers["train"]
         if self.augment is not None or reader.augments:
             return None
-        samples = self._shards.of_batches(workers, epoch, step, self._options.batch_size)
+        samples = self._shards.batch_samples(workers, epoch, step, self._options.batch_size)
         if samples is None:
             return None
         images = self._normalize(reader.request(samples.flatten())())
@@ -266,7 +266,7 @@ class ImageClassification:
     def _pending(
         self, worker: int, epoch: int, step: int, lost: frozenset[int], samples: Tensor
     ) -> Pending:
-        """The images of a batch. A reader that augments prepares those of the next step as well."""
+        """The images of a batch. A reader that augments prepares the next step's images as well."""
         reader = self._readers["train"]
         if not reader.augments:
             return reader.request(samples)
@@ -382,7 +382,7 @@ def _normalization(
 
 
 def _one_ahead(reader: Reader, chunks: Sequence[slice]) -> Iterator[Tensor]:
-    """The pixels of each chunk, while those of the next are prepared."""
+    """The pixels of each chunk, while the next chunk's pixels are prepared."""
     pending = [reader.request(chunk) for chunk in chunks[:1]]
     for following in [*chunks[1:], None]:
         if following is not None:

@@ -77,8 +77,8 @@ def task(options: TaskOptions) -> Task:
         evaluation       text of the test rows: test (default) or validation
         validation_text  log rows split=valid on the validation text. Default: false
 
-    Further options are those of the models. By default an LSTM has three layers of 650 units and
-    dropout 0.4, on topics one layer of 128 units and dropout 0.2.
+    The models have further options. By default an LSTM has three layers of 650 units and dropout
+    0.4, on topics one layer of 128 units and dropout 0.2.
 
     Raises ValueError if the text is not found or damaged, or if the options do not match it.
     """
@@ -91,21 +91,21 @@ def task(options: TaskOptions) -> Task:
     min_count = given.pop("min_count", 3 if dataset == "topics" else 1)
     padding = given.pop("padding", False)
     _check_partition(options)
-    splits = texts.TEXTS[dataset](options, **_of_text(dataset, given))
+    splits = texts.TEXTS[dataset](options, **_text_options(dataset, given))
     splits = texts.with_held_out(splits, options.validation_ratio)
     builders = SMALL_ARCHITECTURES if dataset == "topics" else ARCHITECTURES
     corpus = texts.indexed(splits, min_count, padding)
     return LanguageModeling(corpus, length, options, given, builders)
 
 
-def _of_text(dataset: str, given: dict[str, Any]) -> dict[str, Any]:
+def _text_options(dataset: str, given: dict[str, Any]) -> dict[str, Any]:
     """Remove the options of texts from `given`, and return them.
 
     Raises ValueError for an option that the text does not have.
     """
     options = {}
     for key in list(given):
-        having = [name for name in texts.TEXTS if key in task_options.of_model(texts.TEXTS[name])]
+        having = [name for name in texts.TEXTS if key in task_options.defaults(texts.TEXTS[name])]
         if having and dataset not in having:
             raise ValueError(
                 f"task_options.{key}: use it with dataset={' or '.join(having)}; {dataset} has no "
@@ -288,7 +288,7 @@ class LanguageModeling(LanguageTask):
     def steps_per_epoch(self) -> int:
         """Number of sequences per stream in the smallest piece, for all workers.
 
-        The last sequence may be shorter. It is left out with `drop_last`.
+        The last sequence may be shorter. `drop_last` omits it.
         """
         return self._steps_per_epoch
 
@@ -309,7 +309,7 @@ class LanguageModeling(LanguageTask):
 
     @property
     def samples(self) -> Mapping[Split, int]:
-        """Number of words of each split. "valid" is left out if there is no validation text."""
+        """Number of words of each split. "valid" is absent without validation text."""
         return {name: len(text) for name, text in self._texts.items()}
 
     def batch(self, worker: int, epoch: int, step: int) -> Batch:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-# cuDNN copies the weights of an LSTM to contiguous memory, in an order of its own, at each call.
+# cuDNN copies the weights of an LSTM to contiguous memory, in cuDNN's own order, at each call.
 # flatten_parameters() would do so once, but would detach them from the flat buffer of
 # parameters.py.
 warnings.filterwarnings("ignore", message="RNN module weights are not part of single contiguous")
@@ -55,9 +55,9 @@ class LSTM(LanguageModel):
 
     Dropout follows the embedding and each layer. 28,949,319 parameters for 28,869 words.
 
-    Names and initial weights are those of PyTorch's example word_language_model, on which the
-    PowerGossip paper's model is based: embedding uniform in ±0.1, bias 0, LSTM layers as torch
-    initializes them.
+    Names and initial weights follow PyTorch's example word_language_model, on which the PowerGossip
+    paper's model is based: embedding uniform in ±0.1, bias 0, LSTM layers as torch initializes
+    them.
 
     References:
         - Zaremba et al. (2014), arXiv:1409.2329.
@@ -178,11 +178,11 @@ class GPT(LanguageModel):
     """Decoder-only transformer with RMSNorm, rotary positions and no biases. It has no state.
 
     The output layer shares the weights of the embedding. Norms come before attention and MLP. Q, K
-    and V are matrices of their own, so that a method that treats matrices has each by itself.
+    and V are separate matrices, so that a method that treats matrices treats each by itself.
     Initial weights are normal with standard deviation 1/(2√d), d = hidden_size, divided by √(2L)
     for the last matrix of each residual, L = num_layers. GPT-2 has 0.02 in place of 1/(2√d), about
-    the same for its width of 768, which trains slowly at small widths. With V tokens a model has
-    V d + 12 L d² + (2 L + 1) d parameters.
+    the same for its width of 768, which trains slowly at small widths. A model has V d + 12 L d² +
+    (2 L + 1) d parameters, V being the number of tokens.
 
     References:
         - Radford et al. (2019), "Language models are unsupervised multitask learners", for the

@@ -49,12 +49,12 @@ class SampleSource:
     collate: Callable[[list[Any]], Any] = default_collate
 
     def _is_indexed(self, data: Dataset[Any]) -> bool:
-        """Whether a batch is made by an index into tensors."""
+        """True if a batch is made by an index into tensors."""
         return type(data) is TensorDataset and self.collate is default_collate
 
     @property
     def in_memory(self) -> bool:
-        """Whether no sample needs to be loaded."""
+        """True if no sample needs to be loaded."""
         return all(self._is_indexed(data) for data in self.datasets.values())
 
     def load(self, request: Request) -> Any:
@@ -92,7 +92,7 @@ class Loader:
 
     Attributes:
         ahead: Number of batches in flight that keep the processes busy.
-        in_memory: Whether no sample needs to be loaded.
+        in_memory: True if no sample needs to be loaded.
     """
 
     def __init__(self, source: SampleSource, place: str, processes: int = 0):
@@ -149,8 +149,8 @@ class Loader:
 class _Process:
     """A process that loads batches in the order of the requests. It ends with this object.
 
-    It is forked, like those of torch's DataLoader on Linux: the data sets need not be pickled, and
-    a driver script is not imported again.
+    It is forked, like the workers of torch's DataLoader on Linux: the data sets need not be
+    pickled, and a driver script is not imported again.
 
     Attributes:
         end: Function that ends it now.

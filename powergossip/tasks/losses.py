@@ -42,7 +42,7 @@ def default_loss(outputs: Any, targets: Any, place: str) -> tuple[str, Metric, d
 
 
 def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """The mean cross entropy [nats], without targets of −100. It is 0 if there are no others.
+    """The mean cross entropy [nats], without targets of −100. It is 0 if all targets are −100.
 
     Args:
         outputs: Scores `[*, label]`.

@@ -150,7 +150,7 @@ class ResidualBlock(nn.Module):
 class Bottleneck(nn.Module):
     """relu(shortcut(x) + f(x)), where f is 1 × 1, 3 × 3 and 1 × 1 convolutions.
 
-    The stride is that of the 3 × 3 convolution, as in torchvision. He et al. have it in the first.
+    The 3 × 3 convolution has the stride, as in torchvision. He et al. have it in the first.
     """
 
     expansion = 4

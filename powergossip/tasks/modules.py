@@ -28,7 +28,7 @@ def architectures(
 
     def build(name: str) -> nn.Module:
         for key in options:
-            having = [other for other in builders if key in task_options.of_model(builders[other])]
+            having = [other for other in builders if key in task_options.defaults(builders[other])]
             if name not in having:
                 raise ValueError(
                     f"task_options.{key}: use it with task_architecture={' or '.join(having)}; "
@@ -58,7 +58,8 @@ def with_own(
 
 
 def _build(own: Named, options: TaskOptions, offered: Mapping[str, Any]) -> nn.Module:
-    """The model that a function of the user returns. Raises ValueError if it is none."""
+    """The model that a function of the user returns. Raises ValueError if it is not an
+    nn.Module."""
     model = own(options.task_options, offered)
     if not isinstance(model, nn.Module):
         raise ValueError(f"{own.label} returned a {type(model).__name__}; return a torch.nn.Module")

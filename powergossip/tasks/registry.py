@@ -60,7 +60,7 @@ _IN_LIBRARY = frozenset(TASKS)  # not a row that a driver has added
 def defaults(name: str) -> dict[str, Any]:
     """Key of train.py → its default for a task.
 
-    That of task_architecture is None for a task of the user: the first one of the task.
+    For a user's task, task_architecture is None: the task's first architecture.
 
     Raises:
         ValueError: For an unknown name.
@@ -95,7 +95,7 @@ def make(
 ) -> Task:
     """Build the task of this name, with its data loaded onto the device.
 
-    A name package.module:callable is that of a function of the user, see the documentation page on
+    A name package.module:callable refers to a function of the user, see the documentation page on
     your own model and data.
 
     The text of LSTM has no labels and keeps its order. Each worker has a fixed contiguous
@@ -105,21 +105,20 @@ def make(
     Args:
         batch_size: Number of samples of a batch of one worker.
         seed: Seed of the partition of the samples and of their order.
-        decentralized: Whether the partition is non-IID: the samples are sorted by label, and each
+        decentralized: True if the partition is non-IID: the samples are sorted by label, and each
             worker has a contiguous piece. The shards are fixed.
         shuffled_ratio: Fraction of the sorted samples that is shuffled, in [0, 1].
-        reshuffle: Whether samples are repartitioned every epoch. False: fixed shards. Without
+        reshuffle: True if samples are repartitioned every epoch. False: fixed shards. Without
             effect on non-IID shards, which are fixed.
-        data_dir: The folder with the data files. None: the default places (see `files`). Tasks on
-            data from a library need none.
-        download: Whether to download data that are in none of these places.
+        data_dir: The folder with the data files. None: the default places (see `data_files`). Tasks
+            on data from a library need none.
+        download: If True, data that are not in these places are downloaded.
         dirichlet_alpha: Parameter α of non-IID shards: the label proportions of each worker are
             sampled from Dirichlet(α·1). Small α: few labels per worker. The shards are fixed. None:
             off.
-        drop_last: Whether the last, smaller batch of an epoch is left out. False: it is used if
+        drop_last: If True, the last, smaller batch of an epoch is skipped. False: it is used if
             every worker has at least two samples for it.
-        task_options: Values of this task's options, by name. Options that are left out have their
-            defaults.
+        task_options: Values of this task's options, by name. Missing options have their defaults.
         validation_ratio: Fraction of the training data held out as the split "valid", in [0, 1): a
             random sample of the images of each label, or the end of the training text. It is the
             same for all workers and seeds, and in no worker's shard.
@@ -130,8 +129,8 @@ def make(
             time. 0: none.
         architecture: package.module:callable, a model of the user. Other names have no effect here.
         placement: Mixing matrix, csr [receiver, sender]. The fixed shards are permuted over the
-            workers such that the labels of a neighborhood are like those of all data. None: the
-            shards stay in their order.
+            workers such that the labels of a neighborhood are distributed like the labels of all
+            data. None: the shards stay in their order.
 
     Raises:
         ValueError: For an unknown name or option, an invalid value, sizes that do not match, a
@@ -174,7 +173,7 @@ def make(
 
 
 def is_in_library(name: str, architecture: str | None) -> bool:
-    """Whether both the task and its model are part of the library."""
+    """True if both the task and its model are part of the library."""
     return name in _IN_LIBRARY and not is_name(architecture)
 
 

@@ -9,12 +9,12 @@ from torch import Tensor
 from torch.utils.data import Subset, TensorDataset
 
 
-def of_samples(data: Any, name: str) -> Any:
+def sample_attribute(data: Any, name: str) -> Any:
     """An attribute of a data set with a value for each sample, also through torch's Subset."""
     if type(data) is TensorDataset and name == "targets":
         return data.tensors[-1]
     if isinstance(data, Subset):
-        values = as_list(of_samples(data.dataset, name))
+        values = as_list(sample_attribute(data.dataset, name))
         return None if values is None else [values[i] for i in data.indices]
     return getattr(data, name, None)
 

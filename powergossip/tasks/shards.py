@@ -77,7 +77,7 @@ class Shards:
         if options.placement is not None:
             self._place(labels, options.placement)
         self.steps_per_epoch = n_batches(smallest, options.batch_size, options.drop_last)
-        # Epoch, lost workers → samples, worker after worker, and where those of a worker begin.
+        # Epoch, lost workers → samples, worker after worker, and where each worker's samples begin.
         self._orders: OrderedDict[tuple[int, frozenset[int]], tuple[Tensor, list[int]]] = (
             OrderedDict()
         )
@@ -114,7 +114,7 @@ class Shards:
         shards = (labels[self.indices(worker, epoch)] for worker in range(len(self._bounds) - 1))
         return torch.stack([torch.bincount(shard, minlength=n_labels) for shard in shards]).cpu()
 
-    def of_batches(self, workers: range, epoch: int, step: int, size: int) -> Tensor | None:
+    def batch_samples(self, workers: range, epoch: int, step: int, size: int) -> Tensor | None:
         """The samples of the workers' batches of this size: int64 [worker, sample].
 
         None if a worker has fewer left at this step.
@@ -127,7 +127,7 @@ class Shards:
         return order[on_device(torch.from_numpy(places), order.device)]
 
     def _order(self, epoch: int, lost: frozenset[int]) -> tuple[Tensor, list[int]]:
-        """The samples of all workers in an epoch, and where those of a worker begin."""
+        """The samples of all workers in an epoch, and where each worker's samples begin."""
         key = epoch, lost
         if key not in self._orders:
             pieces = self._pieces(epoch, lost)
@@ -157,7 +157,7 @@ class Shards:
 
 
 def held_out(labels: Tensor, ratio: float) -> np.ndarray:
-    """Whether a sample is held out for validation: bool [sample].
+    """True where a sample is held out for validation: bool [sample].
 
     A function of labels [sample] and ratio alone, hence the same for all workers and seeds. Each
     label loses the same fraction of its samples, up to rounding. Raises ValueError as
@@ -308,9 +308,9 @@ def by_group(
         load, worker = loads[0]
         worker_of[largest] = worker
         heapq.heapreplace(loads, (load + int(sizes[largest]), worker))
-    of_sample = worker_of[group]
-    ends = np.cumsum(np.bincount(of_sample, minlength=n_workers))
-    return of_sample.argsort(kind="stable"), np.concatenate([[0], ends])
+    owners = worker_of[group]
+    ends = np.cumsum(np.bincount(owners, minlength=n_workers))
+    return owners.argsort(kind="stable"), np.concatenate([[0], ends])
 
 
 def apportion(size: int, log_weights: np.ndarray, available: np.ndarray) -> np.ndarray:

@@ -85,7 +85,7 @@ class Task(Protocol):
 
     @property
     def samples(self) -> Mapping[Split, int]:
-        """Number of samples of each split. "valid" is left out if there is no validation data."""
+        """Number of samples of each split. "valid" is absent without validation data."""
         ...
 
     def model(self, architecture: str, seed: int) -> nn.Module:

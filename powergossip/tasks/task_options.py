@@ -35,7 +35,7 @@ FRACTION = Kind(
 
 
 def _all(accepts: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """Whether this is a list of finite numbers that are accepted."""
+    """True for a list of finite numbers that are all accepted."""
     return lambda values: (
         isinstance(values, Sequence)
         and all(
@@ -54,16 +54,16 @@ def check(
     options: Mapping[str, Any],
     known: Mapping[str, Kind],
     architecture: Named | None = None,
-    of_models: Collection[str] = (),
+    replaced: Collection[str] = (),
 ) -> None:
     """Raise ValueError for unknown options of a task and for values that are not accepted.
 
     Args:
         architecture: Architecture of the user. Its parameters take the place of the options in
-            `of_models`.
+            `replaced`.
     """
     if architecture is not None:
-        known = {key: kind for key, kind in known.items() if key not in of_models}
+        known = {key: kind for key, kind in known.items() if key not in replaced}
     names = list(dict.fromkeys([*known, *(architecture.parameters if architecture else ())]))
     unknown = sorted(set(options) - set(names))
     if unknown:
@@ -76,7 +76,7 @@ def check(
             raise ValueError(f"task_options.{key}={value}: use {known[key].accepted}")
 
 
-def of_model(build: Callable[..., Any]) -> dict[str, Any]:
+def defaults(build: Callable[..., Any]) -> dict[str, Any]:
     """The options of a model, and their defaults."""
     return {
         key: parameter.default

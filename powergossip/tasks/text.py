@@ -3,7 +3,7 @@
 Axis names: sample, position (in a sequence), worker.
 
 A sample is a sequence of tokens of one topic, which may begin and end within a document. Samples
-are partitioned over the workers as those of other tasks are, with the topic as their label.
+are partitioned over the workers like samples of other tasks, with the topic as their label.
 """
 
 import dataclasses
@@ -59,7 +59,7 @@ def task(options: TaskOptions) -> Task:
         evaluation_tokens  most tokens of a split in an evaluation, by default 65536
         sample             beginning of a text that the mean model continues at the end of a run
 
-    Further options are those of the models.
+    The models have further options.
 
     Raises ValueError if there are no documents, or if the options do not match them.
     """
@@ -150,7 +150,7 @@ class Text(LanguageTask):
 
     @property
     def samples(self) -> Mapping[Split, int]:
-        """Number of sequences of each split. "valid" is left out if no documents are held out."""
+        """Number of sequences of each split. "valid" is absent if no documents are held out."""
         return {split: len(starts) for split, starts in self._starts.items()}
 
     def sample(self, model: nn.Module) -> str | None:
@@ -211,7 +211,8 @@ class Text(LanguageTask):
     def evaluate(
         self, model: nn.Module, split: Split = "test", part: tuple[int, int] = (0, 1)
     ) -> dict[str, float]:
-        """The sums of the base, and bits_per_byte, whose mean over the tokens is that of the text.
+        """The sums of the base, and bits_per_byte, whose mean over the tokens is the mean over the
+        text.
 
         Code lengths are in bits per byte of the whole split: the sum over all parts divided by the
         count is exact.

@@ -101,7 +101,7 @@ def topics(options: TaskOptions) -> dict[Split, Words]:
 
 
 def is_test_topic(name: str) -> bool:
-    """Whether a topic is for testing."""
+    """True if a topic is for testing."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big") < 2**32 // 10
 
 
@@ -180,9 +180,9 @@ class _Files:
 
         Args:
             tokenizer: Name of a row of `TOKENIZERS`.
-            lower: Whether words are converted to lower case, after tokenization.
+            lower: If True, words are converted to lower case, after tokenization.
             evaluation: Text of the split "test": test or validation.
-            validation_text: Whether the validation text is the split "valid".
+            validation_text: True if the validation text is the split "valid".
 
         Raises:
             ValueError: If a file is not found or cannot be read.

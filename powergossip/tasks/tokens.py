@@ -80,10 +80,10 @@ class BytePairs:
         """A tokenizer with `size` tokens, `END` included, or fewer if the texts have no more."""
         library = _library()
         tokenizer = library.Tokenizer(library.models.BPE())
-        of_bytes = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
-        tokenizer.pre_tokenizer, tokenizer.decoder = of_bytes, library.decoders.ByteLevel()
+        byte_level = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.pre_tokenizer, tokenizer.decoder = byte_level, library.decoders.ByteLevel()
         trainer = library.trainers.BpeTrainer(
-            vocab_size=size - 1, initial_alphabet=of_bytes.alphabet(), show_progress=False
+            vocab_size=size - 1, initial_alphabet=byte_level.alphabet(), show_progress=False
         )
         tokenizer.train_from_iterator(texts, trainer)
         return str(tokenizer.to_str())
@@ -146,9 +146,9 @@ def load(documents: Documents, tokenizer: str, options: TaskOptions) -> TokenFil
     _check(tokenizer)
     cache = data_files.cache(options.task)
     found = [(documents.root / name).stat() for name in documents.names]
-    of_files = [(facts.st_size, facts.st_mtime_ns) for facts in found]
+    stamps = [(facts.st_size, facts.st_mtime_ns) for facts in found]
     known: list[Any] = [_FORMAT, tokenizer, options.validation_ratio, str(documents.root.resolve())]
-    key = hashlib.sha256(json.dumps([*known, documents.names, of_files]).encode()).hexdigest()
+    key = hashlib.sha256(json.dumps([*known, documents.names, stamps]).encode()).hexdigest()
     folder = cache / key[:16]
     with suppress(*_DAMAGED):
         return _read(folder)
@@ -198,8 +198,8 @@ def _make(
 ) -> tuple[Tokenizer, str | None]:
     """The tokenizer of this name, and its file in the cache.
 
-    Byte pairs are trained on the documents of these names, unless the cache has those of the same
-    text. Raises BadValue if the text has too few.
+    Byte pairs are trained on the documents of these names, unless the cache has byte pairs of the
+    same text. Raises BadValue if the text has too few.
     """
     _, _, size = tokenizer.partition("-")
     if not size:
@@ -242,9 +242,9 @@ def _write(
 
         append(np.array([END]))
         for split, names in splits.items():
-            for topic, of_topic in groupby(sorted(names, key=documents.topic), documents.topic):
+            for topic, members in groupby(sorted(names, key=documents.topic), documents.topic):
                 first = position
-                for name in of_topic:
+                for name in members:
                     tokens = np.append(tokenizer.encode(documents.read(name)), END)
                     append(tokens)
                     longest = max(longest, len(tokens))
@@ -253,7 +253,7 @@ def _write(
     index = {
         "dtype": dtype.name,
         "length": position + 1,
-        "pieces": {split: [vars(p) for p in of_split] for split, of_split in pieces.items()},
+        "pieces": {split: [vars(p) for p in parts] for split, parts in pieces.items()},
         "longest": longest,
         "sha256": sha256.hexdigest(),
         "tokenizer": tokenizer_file,
@@ -296,8 +296,7 @@ def _read(folder: Path) -> TokenFile:
     return TokenFile(
         tokens=np.memmap(folder / "tokens.bin", index["dtype"], "r", shape=(index["length"],)),
         pieces={
-            split: [Piece(**values) for values in of_split]
-            for split, of_split in index["pieces"].items()
+            split: [Piece(**values) for values in parts] for split, parts in index["pieces"].items()
         },
         longest=index["longest"],
         sha256=index["sha256"],

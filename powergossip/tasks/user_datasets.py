@@ -20,7 +20,7 @@ from powergossip.randomness import torch_seed
 from powergossip.tasks import modules
 from powergossip.tasks.loading import Loader, Pending, Request, SampleSource, on_device
 from powergossip.tasks.losses import IGNORED_TARGET, Metric, default_loss
-from powergossip.tasks.sample_values import as_list, integers, of_samples
+from powergossip.tasks.sample_values import as_list, integers, sample_attribute
 from powergossip.tasks.shards import NOBODY, Shards, held_out
 from powergossip.tasks.task import FIRST, NAMES, MainMetric, Split, TaskOptions
 from powergossip.tasks.user_functions import Named, users_code
@@ -40,7 +40,7 @@ class Datasets:
     the labels on the last axis of the outputs, and the metric accuracy beside it. Targets of −100
     are ignored. For floating-point targets it is the mean squared error. A loss is logged as
     cross_entropy or mse, or as loss if it is given. The main metric is the accuracy, or else the
-    loss. Labels are those of train.targets, or of the samples.
+    loss. Labels are the `targets` of the training data, or else the labels of its samples.
 
     Attributes:
         train: Training data, map-style: d[i] for 0 ≤ i < len(d). A sample is (input, ..., target).
@@ -55,8 +55,8 @@ class Datasets:
         derived: Function of the means of the metrics that returns further metrics, such as {"rmse":
             mse ** 0.5}.
         main_metric: The metric that chooses the best checkpoint.
-        larger_is_better: Whether a larger main metric is better. It may be left out for accuracy
-            and for the loss.
+        larger_is_better: True if a larger main metric is better. It may be omitted for accuracy and
+            for the loss.
         forward: forward(model, batch), which returns (outputs, targets).
         collate: Function of a list of samples that returns a batch.
         labels: Labels of the training data: an integer for each sample, for partitions by label.
@@ -141,7 +141,7 @@ class DatasetTask:
         Raises ValueError if labels are needed, or given, and are not an integer for each sample.
         """
         given = self._datasets.labels
-        found = of_samples(self._datasets.train, "targets") if given is None else given
+        found = sample_attribute(self._datasets.train, "targets") if given is None else given
         labels = integers(found, size)
         if labels is None and given is None and needed:
             labels = integers(self._targets(), size)
@@ -166,7 +166,7 @@ class DatasetTask:
         return torch.cat(targets)
 
     def _held_out(self, labels: Tensor | None, size: int) -> np.ndarray:
-        """Whether a training sample is held out for validation: bool [sample]."""
+        """True where a training sample is held out for validation: bool [sample]."""
         ratio = self._options.validation_ratio
         if self._datasets.valid is not None and ratio:
             raise ValueError(
@@ -181,7 +181,7 @@ class DatasetTask:
         if columns is not None and name in columns:
             values = as_list(columns[name])
         else:
-            values = as_list(of_samples(self._datasets.train, name))
+            values = as_list(sample_attribute(self._datasets.train, name))
         if values is None:
             known = ", ".join(map(str, columns)) if columns is not None else ""
             raise ValueError(
@@ -202,7 +202,7 @@ class DatasetTask:
 
     @property
     def samples(self) -> Mapping[Split, int]:
-        """Number of samples of each split. "valid" is left out if there is no validation data."""
+        """Number of samples of each split. "valid" is absent without validation data."""
         return {split: len(indices) for split, indices in self._indices.items()}
 
     @property
@@ -313,7 +313,7 @@ class DatasetTask:
         return MainMetric(name, name == "accuracy" if higher is None else higher)
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        """The mean loss of a batch, and the metrics: the loss and those of the data sets."""
+        """The mean loss of a batch, and the metrics: the loss and the data sets' metrics."""
         outputs, targets = self._forward(model, batch)
         return self._measured(outputs, targets)
 
@@ -335,13 +335,13 @@ class DatasetTask:
     def _measured(self, outputs: Any, targets: Any) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss and the metrics of a batch. Each metric is detached."""
         metrics = self._datasets.metrics
-        name, of_batch = "loss", self._datasets.loss
-        if of_batch is None:
-            name, of_batch, own = default_loss(outputs, targets, self._place)
+        name, batch_loss = "loss", self._datasets.loss
+        if batch_loss is None:
+            name, batch_loss, own = default_loss(outputs, targets, self._place)
             metrics = own if metrics is None else metrics
         if metrics and name in metrics:
             raise BadInput(f'{self._place}: a metric is called "{name}", as the loss; rename it')
-        loss = of_batch(outputs, targets)
+        loss = batch_loss(outputs, targets)
         if not isinstance(loss, Tensor) or loss.ndim or not loss.is_floating_point():
             raise BadInput(f"{self._place}: the loss is {_described(loss)}; use a scalar tensor")
         with torch.no_grad():
@@ -381,7 +381,8 @@ class DatasetTask:
         first, last = (len(batches) * bound // n for bound in (i, i + 1))
         sums: dict[str, Tensor] = {}
         count = 0.0
-        # Of an empty part, a batch counts 0 times: the names of the metrics are those of the rest.
+        # A batch stands for an empty part and counts 0 times: all parts have metrics of the same
+        # names.
         chosen = batches[first:last] or batches[:1]
         with torch.no_grad(), modules.evaluation_mode(model):
             for samples, batch in self._evaluation_batches(split, chosen):

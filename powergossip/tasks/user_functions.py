@@ -57,20 +57,20 @@ def seeded(seed: int) -> Iterator[None]:
     Args:
         seed: Seed below 2⁶³ of the CPU's generators. torch.manual_seed would also seed the GPU's.
     """
-    of_python, of_numpy, of_torch = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.default_generator.manual_seed(seed)
     try:
         yield
     finally:
-        random.setstate(of_python)
-        np.random.set_state(of_numpy)
-        torch.set_rng_state(of_torch)
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(cpu)
 
 
 def is_name(value: str | None) -> bool:
-    """Whether this is meant as package.module:callable."""
+    """True if this is meant as package.module:callable."""
     return value is not None and ":" in value
 
 
@@ -101,7 +101,7 @@ class Named:
         return {name: p for name, p in signature.parameters.items() if p.kind in kinds}
 
     def __call__(self, options: Mapping[str, Any], offered: Mapping[str, Any]) -> Any:
-        """Call the function with those of the options and offered values that are its parameters.
+        """Call the function with the options and offered values that its parameters name.
 
         An option takes precedence over an offered value. Raises ValueError for a parameter that has
         neither, nor a default.
@@ -122,7 +122,7 @@ def find(key: str, name: str) -> Named:
     """Import the callable that a key names. The current folder is searched too.
 
     Raises ValueError unless there is such a module with such a callable. Other errors during the
-    import are those of the user's code.
+    import come from the user's code.
     """
     label = f"{key}={name}"
     module_name, _, attribute = name.partition(":")

@@ -1,8 +1,8 @@
 """Topologies: networkx graph → mixing matrix → the neighbors of each worker in each round.
 
 **W[i, j] is the weight with which worker i averages the message of worker j**, and w_ii = 1 − Σ_j
-w_ij is the weight of its own model. Row i thus lists the workers that i receives from, and column j
-the workers that j sends to. W is doubly stochastic: every row and every column sums to 1, which
+w_ij is the weight of i's model. Row i thus lists the workers that i receives from, and column j the
+workers that j sends to. W is doubly stochastic: every row and every column sums to 1, which
 conserves the mean of the workers. Topologies with `row_stochastic` set are the exception: random
 rounds, and directed graphs from files whose in- and out-degrees differ.
 
@@ -11,8 +11,8 @@ topology from its name in `TOPOLOGIES`, in registry.py, or from a file.
 
 Undirected static topologies have the option `weights`, a row of `WEIGHTS`.
 
-The spectrum of a static undirected topology is that of I − W. Its non-zero eigenvalues
-λ_2 ≤ … ≤ λ_max determine the speed of averaging (Xiao & Boyd 2004,
+The spectrum of a static undirected topology is the spectrum of I − W. Its non-zero
+eigenvalues λ_2 ≤ … ≤ λ_max determine the speed of averaging (Xiao & Boyd 2004,
 doi:10.1016/j.sysconle.2004.02.022). For several rounds the measure is the contraction of the
 distance to the mean over a whole period. Some periods average exactly.
 

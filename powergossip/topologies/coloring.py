@@ -11,7 +11,7 @@ def is_bipartite(adjacency: csr_array) -> bool:
 
 
 class _Coloring:
-    """A partial edge coloring, in which no two edges of a worker have the same color.
+    """A partial edge coloring: no two edges of a worker have the same color.
 
     Attributes:
         neighbor: Neighbor at the other end of u's edge of a color, neighbor[u][color].
@@ -50,9 +50,9 @@ class _Coloring:
 def edge_colors(n_workers: int, edges: np.ndarray, bipartite: bool) -> np.ndarray:
     """Color the edges [edge, 2] such that adjacent edges differ: int64 [edge].
 
-    Edges are colored one by one, with a color that is free at both ends. If there is none, other
-    edges are recolored first: usually few of them, in the worst case all. The colors are 0 … Δ − 1
-    if the graph is bipartite (Kőnig 1916, doi:10.1007/BF01456961), else 0 … Δ (Misra & Gries 1992,
+    Edges are colored one by one, with a color that is free at both ends. Without one, other edges
+    are recolored first: usually few of them, in the worst case all. The colors are 0 … Δ − 1 if the
+    graph is bipartite (Kőnig 1916, doi:10.1007/BF01456961), else 0 … Δ (Misra & Gries 1992,
     doi:10.1016/0020-0190(92)90041-S), where Δ is the largest degree.
     """
     largest = int(np.bincount(edges.ravel(), minlength=n_workers).max())

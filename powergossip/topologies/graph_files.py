@@ -11,7 +11,7 @@ import numpy as np
 from scipy.sparse import csr_array
 
 from powergossip import reading
-from powergossip.topologies.static import adjacency, of_edges
+from powergossip.topologies.static import adjacency, from_edges
 from powergossip.topologies.topology import Round, Topology, check_connected
 from powergossip.topologies.weights import Weights, metropolis_hastings, uniform
 
@@ -19,7 +19,7 @@ _Line: TypeAlias = tuple[int, list[str]]  # its number and words
 
 
 def is_path(name: str) -> bool:
-    """Whether a value of `topology` is the path of a file instead of a name."""
+    """True if a value of `topology` is the path of a file instead of a name."""
     separators = {os.sep, "/", os.altsep or os.sep}
     return (
         any(s in name for s in separators)
@@ -39,7 +39,8 @@ def from_file(
     - Adjacency list: a worker followed by its neighbors, each edge once or twice.
     - `#` starts a comment, and `%` a line that is one.
     - The first line may be the number of workers, or names of columns. Where it is the number of
-      workers, maybe with that of edges (METIS), each further line may have the neighbors only.
+      workers, maybe with the number of edges (METIS), each further line may have the neighbors
+      only.
 
     The suffix .edgelist or .adjlist determines the format. For other suffixes the contents do:
     lines of two names mean the same in both formats. If the names are 0 … n−1, they are the worker
@@ -48,7 +49,7 @@ def from_file(
 
     Args:
         weights: Weights of an undirected graph.
-        directed: Whether the first worker of a line sends to the others, as in files of networkx's
+        directed: True if the first worker of a line sends to the others, as in files of networkx's
             DiGraph. See `_directed` for the weights.
 
     Raises:
@@ -64,8 +65,8 @@ def from_file(
     index: dict[str, int] = {}  # name → position in the file
     pairs: list[int] = []
     numbers: list[int] = []  # line of each edge
-    of_networkx = path.suffix in _OF_NETWORKX
-    for number, first, others in (_read_graph if of_networkx else _read_lines)(path):
+    is_networkx = path.suffix in _OF_NETWORKX
+    for number, first, others in (_read_graph if is_networkx else _read_lines)(path):
         own = index.setdefault(first, len(index))
         for name in others:
             pairs += own, index.setdefault(name, len(index))
@@ -96,7 +97,7 @@ def from_file(
         receives = adjacency(n_workers, edges[:, ::-1])
         check_connected(receives, subject)
         return _directed(str(path), receives, note)
-    return of_edges(str(path), n_workers, edges, weights, note, subject=subject)
+    return from_edges(str(path), n_workers, edges, weights, note, subject=subject)
 
 
 def _ordered(names: Iterable[str]) -> tuple[list[str], bool]:

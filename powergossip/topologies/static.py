@@ -55,10 +55,10 @@ def undirected(
     if index.keys() == set(range(n)):
         index = {i: i for i in range(n)}
     edges = [(index[a], index[b]) for a, b in graph.edges()]
-    return of_edges(name, n, edges, weights, note, trees)
+    return from_edges(name, n, edges, weights, note, trees)
 
 
-def of_edges(
+def from_edges(
     name: str,
     n_workers: int,
     edges: ArrayLike,
@@ -82,7 +82,7 @@ def of_edges(
 
 
 def adjacency(n_workers: int, edges: np.ndarray) -> csr_array:
-    """0/1 matrix of directed edges (row, column), [edge, 2], without those of the diagonal.
+    """0/1 matrix of directed edges (row, column), [edge, 2], without the diagonal.
 
     csr [worker, worker], columns sorted.
     """
@@ -105,7 +105,7 @@ def check_degree(n_workers: int, degree: int) -> None:
 def ring(n_workers: int, seed: int, *, weights: Weights = metropolis_hastings) -> Topology:
     """Workers i and i ± 1 are neighbors. Two workers share one edge."""
     i = np.arange(n_workers)
-    return of_edges("ring", n_workers, np.stack([i, (i + 1) % n_workers], 1), weights)
+    return from_edges("ring", n_workers, np.stack([i, (i + 1) % n_workers], 1), weights)
 
 
 def unidirectional_ring(n_workers: int, seed: int) -> Topology:
@@ -116,7 +116,7 @@ def unidirectional_ring(n_workers: int, seed: int) -> Topology:
 
 def chain(n_workers: int, seed: int, *, weights: Weights = metropolis_hastings) -> Topology:
     """A ring without one edge."""
-    return of_edges("chain", n_workers, _path(n_workers), weights)
+    return from_edges("chain", n_workers, _path(n_workers), weights)
 
 
 def _path(n_workers: int) -> np.ndarray:
@@ -128,7 +128,7 @@ def _path(n_workers: int) -> np.ndarray:
 def star(n_workers: int, seed: int, *, weights: Weights = metropolis_hastings) -> Topology:
     """Worker 0 is the only neighbor of every other worker."""
     i = np.arange(1, n_workers)
-    return of_edges("star", n_workers, np.stack([0 * i, i], 1), weights)
+    return from_edges("star", n_workers, np.stack([0 * i, i], 1), weights)
 
 
 def fully_connected(
@@ -149,7 +149,7 @@ def torus(n_workers: int, seed: int, *, weights: Weights = metropolis_hastings) 
     a = next(d for d in range(math.isqrt(n_workers), 0, -1) if n_workers % d == 0)
     i = np.arange(n_workers).reshape(a, -1)
     edges = np.concatenate([np.stack([i, np.roll(i, -1, axis)], -1) for axis in (0, 1)])
-    return of_edges("torus", n_workers, edges, weights)
+    return from_edges("torus", n_workers, edges, weights)
 
 
 def hypercube(n_workers: int, seed: int, *, weights: Weights = metropolis_hastings) -> Topology:
@@ -166,7 +166,7 @@ def hypercube(n_workers: int, seed: int, *, weights: Weights = metropolis_hastin
         )
     i = np.arange(n_workers)
     edges = [np.stack([i, i ^ 2**bit], 1) for bit in range(dimension)]
-    return of_edges("hypercube", n_workers, edges, weights)
+    return from_edges("hypercube", n_workers, edges, weights)
 
 
 def binary_tree(n_workers: int, seed: int, *, weights: Weights = metropolis_hastings) -> Topology:
@@ -175,13 +175,13 @@ def binary_tree(n_workers: int, seed: int, *, weights: Weights = metropolis_hast
     References:
         Vogels et al. (2021), arXiv:2110.04175, and github.com/epfml/relaysgd.
     """
-    return of_edges("binary-tree", n_workers, _binary_tree(n_workers), weights)
+    return from_edges("binary-tree", n_workers, _binary_tree(n_workers), weights)
 
 
 def double_binary_tree(
     n_workers: int, seed: int, *, weights: Weights = metropolis_hastings
 ) -> Topology:
-    """The edges of two binary trees: that of `binary_tree`, and the same with reversed indices.
+    """The edges of two binary trees: `binary_tree`, and the same with reversed indices.
 
     In the second tree, worker i has the place of n − 1 − i. A worker has at most three neighbors in
     a tree and four in all: it is a leaf in one of them, or, in the middle of an odd number of
@@ -196,7 +196,7 @@ def double_binary_tree(
     down = _binary_tree(n_workers)
     up = [(n_workers - 1 - j, n_workers - 1 - i) for i, j in down]
     trees = tuple(sorted(down)), tuple(sorted(up))
-    return of_edges("double-binary-tree", n_workers, [*down, *up], weights, trees=trees)
+    return from_edges("double-binary-tree", n_workers, [*down, *up], weights, trees=trees)
 
 
 def _binary_tree(n_workers: int) -> list[tuple[int, int]]:
@@ -307,7 +307,7 @@ def watts_strogatz(
     if degree is None:
         degree = min(4, (n_workers - 1) // 2 * 2)
         if n_workers <= 2:
-            return of_edges(name, n_workers, _path(n_workers), weights)
+            return from_edges(name, n_workers, _path(n_workers), weights)
     if degree % 2 or not 2 <= degree < n_workers:
         raise ValueError(
             f"topology_options.degree={degree}: use an even number of 2 or more, less than "
@@ -331,7 +331,7 @@ def random_regular(
     degree: int | None = None,
     weights: Weights = metropolis_hastings,
 ) -> Topology:
-    """A random connected graph in which every worker has `degree` neighbors.
+    """A random connected graph where every worker has `degree` neighbors.
 
     Args:
         degree: Number of neighbors, less than n, with n · degree even, by default 4 (n − 1 for
@@ -394,7 +394,7 @@ def _connected(
         derived = int(randomness.generator(seed, f"topology {name}", attempt).integers(2**32))
         sampled = sample(derived)
         if nx.is_connected(sampled):
-            return of_edges(name, n_workers, [list(edge) for edge in sampled.edges()], weights)
+            return from_edges(name, n_workers, [list(edge) for edge in sampled.edges()], weights)
     raise ValueError(
         f'topology "{name}": none of 100 random graphs is connected; use a larger degree'
     )

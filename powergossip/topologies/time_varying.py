@@ -64,10 +64,10 @@ def base_graph(n_workers: int, seed: int, *, k: int = 1) -> Topology:
     """The Base-(k+1) graph: exact averaging within a period for any n, with cost at most k.
 
     Undirected, period at most 2 log_{k+1} n + 2. Let n = p · q, where the prime factors of p are at
-    most k + 1 and those of q are larger. First, each of p blocks of q workers averages internally
-    (simple base-(k+1) graph). Then the first workers of all blocks average, as do the second, and
-    so on (hyper-hypercube). The simple graph of all n workers is used instead if it has fewer
-    rounds.
+    most k + 1 and the prime factors of q are larger. First, each of p blocks of q workers averages
+    internally (simple base-(k+1) graph). Then the first workers of all blocks average, as do the
+    second, and so on (hyper-hypercube). The simple graph of all n workers is used instead if it has
+    fewer rounds.
 
     Raises:
         ValueError: For k < 1.
@@ -175,7 +175,7 @@ def matchings(topology: Topology) -> tuple[Round, ...]:
     """Partition the edges of an undirected topology into matchings, one per round.
 
     Edges are colored such that no two edges of a worker have the same color. Each color is a round,
-    in which a worker has at most one neighbor. The two workers of a pair average with weights 1/2,
+    where a worker has at most one neighbor. The two workers of a pair average with weights 1/2,
     whatever the weights of the topology are: they agree afterwards, and γ = 1 is the best rate of a
     single pair. There are at most Δ + 1 rounds (Δ: the largest degree), Δ if the graph is
     bipartite, and one round without edges for a single worker.

@@ -62,7 +62,7 @@ class Round:
 
     @cached_property
     def symmetric(self) -> bool:
-        """Whether W = Wᵀ: messages go both ways on every edge, with one weight."""
+        """True if W = Wᵀ: messages go both ways on every edge, with one weight."""
         difference = abs(self.weights - self._transposed)
         return difference.nnz == 0 or bool(difference.max() <= _ROUNDING)
 
@@ -83,8 +83,8 @@ class Topology:
     """A sequence of rounds that repeats, `rounds[t % period]` at step t.
 
     Attributes:
-        row_stochastic: Whether only the rows sum to 1, and columns may have any sum.
-        trees: Spanning trees whose edges are those of the graph, for relays: each is a tuple of
+        row_stochastic: True if only the rows sum to 1, and columns may have any sum.
+        trees: Spanning trees that together have the graph's edges, for relays: each is a tuple of
             edges (i, j), i < j, ascending. Two for `double-binary-tree`, one for any other
             undirected static graph that is a tree, such as a chain, and none for a single worker:
             (). None for all other topologies.
@@ -152,12 +152,12 @@ class Topology:
 
     @cached_property
     def symmetric(self) -> bool:
-        """Whether W = Wᵀ in every round."""
+        """True if W = Wᵀ in every round."""
         return all(r.symmetric for r in self.rounds)
 
     @property
     def biased(self) -> bool:
-        """Whether gossip with W agrees on a weighted mean: a static W that is row-stochastic only.
+        """True if gossip with W agrees on a weighted mean: a static W that is row-stochastic only.
 
         The rounds of `epidemic` are row-stochastic, too, but random: none of them is repeated in
         every step, and all workers have the same distribution of weights.
@@ -306,7 +306,7 @@ class Topology:
 
     @cached_property
     def averages_exactly(self) -> bool:
-        """Whether one period of plain gossip at rate 1 brings all workers to their mean.
+        """True if one period of plain gossip at rate 1 brings all workers to their mean.
 
         The tolerance is 1e-12 of the distance, for rounding.
 
@@ -419,7 +419,7 @@ def union_pattern(rounds: Sequence[Round]) -> csr_array:
 
 
 def is_connected(weights: csr_array) -> bool:
-    """Whether a directed path leads from each worker to all."""
+    """True if a directed path leads from each worker to all."""
     for ways in (weights, csr_array(weights.T)):
         found, left = {0}, [0]
         while left and len(found) < weights.shape[0]:

@@ -30,12 +30,12 @@ class BatchedGradient:
     """g_i ← g_i + ∇f(x_i; batch of worker i) for all hosted workers i, in one call.
 
     One forward pass is vectorized over the workers by `torch.func.vmap`: the rows of `parameters.x`
-    are its parameters, those of `parameters.buffers` its buffers. The gradient of Σ_i f(x_i) has
-    ∇f(x_i) in row i. It equals that of one worker after the other up to rounding, apart from
-    dropout, whose masks are others.
+    are its parameters, the rows of `parameters.buffers` its buffers. The gradient of Σ_i f(x_i) has
+    ∇f(x_i) in row i. Up to rounding it equals the gradients of one worker after the other, apart
+    from dropout, whose masks are others.
 
     Hooks of parameters are not called. State of a model other than parameters and buffers is not
-    kept. Frozen parameters are those of the first model.
+    kept. Frozen parameters are the first model's.
 
     Args:
         precision: Context of the forward pass.
@@ -157,7 +157,7 @@ def stacked(batches: Sequence[Any]) -> Any | None:
     if not all(_fit(first, other) for other in others):
         return None
     leaves, structure = first
-    columns = zip(leaves, *(of_other for of_other, _ in others), strict=True)
+    columns = zip(leaves, *(other_leaves for other_leaves, _ in others), strict=True)
     one = [torch.stack(column) if _has_axes(column[0]) else column[0] for column in columns]
     return tree_unflatten(one, structure)
 
@@ -203,7 +203,7 @@ def _by_tensor(layout: Layout, rows: Tensor) -> list[Tensor]:
 
 
 def by_rule(models: Sequence[nn.Module], batch: Callable[[], Any]) -> bool:
-    """Whether `auto` batches the gradients of these models, with batches like this one.
+    """True if `auto` batches the gradients of these models, with batches like this one.
 
     A function of the number of models, of their layers and of sizes, the same on any device: the
     rounding of a run must not depend on measured times.

@@ -206,16 +206,16 @@ class Settings(RunKeys):
 
     @property
     def by_edges(self) -> bool:
-        """Whether workers exchange with one neighbor at a time, each in its own steps."""
+        """True if workers exchange with one neighbor at a time, each in its own steps."""
         asked = self.scenario is not None or self.gossip != "synchronous" or self.survives
         return asked and not self.one_way
 
     @property
     def survives(self) -> bool:
-        """Whether a run goes on without the processes that it loses."""
+        """True if a run goes on without the processes that it loses."""
         return self.on_worker_loss != "end"
 
     @property
     def one_way(self) -> bool:
-        """Whether the method's messages are no exchanges: then a scenario has losses only."""
+        """True if the method's messages are not exchanges: then a scenario has losses only."""
         return self.optimizer == "push-sum" or self.learning == "relay-sgd"

@@ -30,7 +30,7 @@ class Built:
     """The parts of a run.
 
     Attributes:
-        metric: Main metric of a task that has one of its own, or None.
+        metric: Main metric of a task that has its own, or None.
         hint: Sentence for the start of the run.
         state: State of all parts, in a checkpoint.
     """
@@ -47,7 +47,7 @@ def build(c: Settings, processes: Processes, task: tasks.Task | None) -> Built:
     """Build the parts of a run. All processes call it.
 
     Args:
-        task: Task, by default that of the configuration.
+        task: Task, by default the configuration's.
 
     Raises:
         BadInput: In all processes.
@@ -196,7 +196,7 @@ def _placement(c: Settings, topology: Topology) -> csr_array | None:
 
 
 def check_evaluation(c: Settings, task: tasks.Task) -> None:
-    """Raise ValueError if there are no data to evaluate."""
+    """Raise ValueError without data to evaluate."""
     if not c.evaluate_test_data and "valid" not in task.samples:
         raise ValueError(
             "evaluate_test_data=false: use true without validation data, or hold some out "
@@ -205,7 +205,7 @@ def check_evaluation(c: Settings, task: tasks.Task) -> None:
 
 
 def check_spectrum_names(c: Settings, parameters: Parameters) -> None:
-    """Raise ValueError unless the spectra of the configuration are those of parameters."""
+    """Raise ValueError unless the configuration names parameters for spectra."""
     for name in c.spectrum_logging_params:
         if name not in parameters.names:
             names = ", ".join(parameters.names)
@@ -213,7 +213,7 @@ def check_spectrum_names(c: Settings, parameters: Parameters) -> None:
 
 
 def warn_of_rank(c: Settings, network: Network, parameters: Parameters) -> None:
-    """Warn, on process 0, of a rank with which no matrix is compressed."""
+    """Warn, on process 0, of a rank that compresses no matrix."""
     most = max((min(s.rows, s.columns) for s in parameters.layout.stacks), default=1)
     rank = c.options.get("rank")
     if rank is not None and rank > most and network.processes.rank == 0:

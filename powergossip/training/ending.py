@@ -16,7 +16,7 @@ from powergossip.network import Processes
 from powergossip.training.live_models import AliveWorkers
 from powergossip.training.measurements import divergence
 
-PATIENCE = 5.0  # seconds after SIGTERM in which all processes must agree, except under MPI
+PATIENCE = 5.0  # seconds after SIGTERM until all processes must agree, except under MPI
 INTERVAL = 0.05  # seconds between agreements, by the clock of process 0
 LONGEST = 2.0  # the same, where their results arrive late. Twice as long is less than PATIENCE
 WAITING = 0.01  # fraction of an interval that process 0 may wait for a result
@@ -46,7 +46,7 @@ class Agreement:
 
     @property
     def has_noted(self) -> bool:
-        """Whether this process has noted a value that is not finite."""
+        """True if this process has recorded a value that is not finite."""
         self._read()
         return self._first is not None
 
@@ -74,7 +74,7 @@ class Agreement:
             self.note(worker, name, value, step, epoch)
 
     def _read(self) -> None:
-        """Note the values that are on their way."""
+        """Record the values that are on their way."""
         for arrival, read in self._unread:
             arrival.synchronize()
             read()
@@ -119,7 +119,7 @@ class Agreement:
 
         Args:
             epoch: Epoch, from 1.
-            ends: Whether this was the last step of the epoch.
+            ends: True if this was the last step of the epoch.
         """
         number = self.after_step(step, signal)
         if number is not None or ends:
@@ -140,7 +140,7 @@ class Agreement:
         return next((number for _, number in found if number is not None), None)
 
     def _steps_after_next(self, step: int, waited: float) -> int:
-        """The number of steps from the next start to the one after it. That of process 0 counts.
+        """The number of steps from the next start to the one after it. Process 0's number counts.
 
         Args:
             waited: Seconds for the result that was read now.

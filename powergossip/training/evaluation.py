@@ -53,26 +53,26 @@ class Evaluation:
     def __call__(self, epoch: int, step: int, sums: Mapping[str, Tensor]) -> tuple[str, float]:
         """Log the rows after this number of epochs and steps.
 
-        `sums` are those of the batches' metrics over the last epoch, each [worker]. Returns a text
-        for the progress bar, and a score: the larger, the better. It is that of the mean model if
-        it is evaluated, else the mean over workers. Validation data come before test data.
-        The text is about test data if they are evaluated.
+        `sums` are sums of the batches' metrics over the last epoch, each [worker]. Returns a text
+        for the progress bar, and a score: the larger, the better. The score is the mean model's if
+        that is evaluated, else the mean over workers. Validation data come before test data. The
+        text is about test data if they are evaluated.
         """
         view = self._view
         # The messages are in flight while the workers' models are evaluated.
         pending = [view.start_mean(view.x, self.mean_model.x)]
         if view.buffers.numel():
             pending.append(view.start_mean(view.buffers, self.mean_model.buffers))
-        columns = self._of_workers(sums)
+        columns = self._worker_columns(sums)
         mean_x, mean_buffers, *_ = [*(wait() for wait in pending), None]
         columns |= self._squares(mean_x, mean_buffers)
         if self._config.evaluate_average_model:
-            columns |= self._of_mean_model()
+            columns |= self._mean_model_columns()
         gathered = self._gathered(columns)
         self._check_finite(gathered, epoch, step)
 
-        of_batches = {name: gathered["batches", name].mean().item() for name in sums}
-        for name, value in self._with_derived(of_batches).items():
+        batch_means = {name: gathered["batches", name].mean().item() for name in sums}
+        for name, value in self._with_derived(batch_means).items():
             self._log(name, value, epoch, split="train")
         means = self._log_workers(epoch, gathered)
         self._log_consensus(epoch, gathered)
@@ -86,12 +86,12 @@ class Evaluation:
         shown, averaged = "", self._config.evaluate_average_model
         if averaged:
             means = self._log_mean_model(epoch, gathered)
-        of_shown = next(iter(means.values()))
-        main = self.main_metric = main_metric(self._task, of_shown)
+        last_means = next(iter(means.values()))
+        main = self.main_metric = main_metric(self._task, last_means)
         if averaged:
-            shown = f"mean model{_shown(main, of_shown)}, "
+            shown = f"mean model{_shown(main, last_means)}, "
         shown += f"consensus distance {self._consensus_distance:.2g}"
-        return shown, main.score(means.get("valid", of_shown))
+        return shown, main.score(means.get("valid", last_means))
 
     def _splits(self) -> list[tuple[Split, str, str]]:
         """Splits to evaluate on. Tag `split` of the workers' rows, and of the mean model's."""
@@ -104,10 +104,10 @@ class Evaluation:
             splits.append(("train", "train_full", "train_avg"))
         return splits
 
-    def _of_workers(self, sums: Mapping[str, Tensor]) -> Columns:
+    def _worker_columns(self, sums: Mapping[str, Tensor]) -> Columns:
         """The means over steps of the batches' metrics, and the metrics of each hosted model."""
         columns = {
-            ("batches", name): self._view.of_alive(total).double().cpu() / self._steps_per_epoch
+            ("batches", name): self._view.alive_rows(total).double().cpu() / self._steps_per_epoch
             for name, total in sums.items()
         }
         for split, _, _ in self._splits() if self._config.evaluate_workers else ():
@@ -129,18 +129,18 @@ class Evaluation:
                 x[:, span].split(width, 1), mean_x[span].split(width), strict=True
             ):
                 squares += (part - mean).double().square_().sum(1)
-        of_buffers = x.new_zeros(len(x), dtype=torch.float64)
+        buffer_squares = x.new_zeros(len(x), dtype=torch.float64)
         if mean_buffers is not None:
             # A mask may have infinite elements, equal in all workers.
             differences = torch.where(buffers == mean_buffers, 0, buffers - mean_buffers)
-            of_buffers = differences.double().square().sum(1)
-        return columns | {("squares", BUFFERS): of_buffers}
+            buffer_squares = differences.double().square().sum(1)
+        return columns | {("squares", BUFFERS): buffer_squares}
 
-    def _of_mean_model(self) -> Columns:
+    def _mean_model_columns(self) -> Columns:
         """The sums of metrics of the mean of all workers' models, on this process's part of data.
 
-        They are in the row of the first hosted worker, those of the others are zero. Batch norm's
-        running statistics are the workers' mean, or recalibrated on training data.
+        They are in the row of the first hosted worker; the rows of the others are zero. Batch
+        norm's running statistics are the workers' mean, or recalibrated on training data.
         """
         mean_model, processes = self.mean_model, self._view.processes
         if self._config.mean_model_statistics == "recalibrated":
@@ -185,13 +185,13 @@ class Evaluation:
 
     def _log_mean_model(self, epoch: int, gathered: Columns) -> dict[Split, dict[str, float]]:
         """Log rows for the mean model. Returns its metrics, by split."""
-        of_splits: dict[Split, dict[str, float]] = {}
+        split_means: dict[Split, dict[str, float]] = {}
         for split, _, tag in self._splits():
             sums = self._columns_of(tag, gathered)
-            of_splits[split] = self._means({name: sums[name].sum().item() for name in sums})
-            for name, value in of_splits[split].items():
+            split_means[split] = self._means({name: sums[name].sum().item() for name in sums})
+            for name, value in split_means[split].items():
                 self._log(name, value, epoch, split=tag)
-        return of_splits
+        return split_means
 
     def _recalibrate(self) -> None:
         """Recompute the mean model's running statistics from its own activations on training data.
@@ -225,12 +225,12 @@ class Evaluation:
         """
         found = self._columns_of("squares", gathered)
         means = {name: squares.mean().item() for name, squares in found.items()}
-        of_buffers = means.pop(BUFFERS)
-        of_parameters = sum(means.values())
-        of_all = of_parameters + of_buffers
-        self._consensus_distance = math.sqrt(of_parameters)
+        buffer_squares = means.pop(BUFFERS)
+        parameter_square = sum(means.values())
+        whole_square = parameter_square + buffer_squares
+        self._consensus_distance = math.sqrt(parameter_square)
         self._log("consensus_distance", self._consensus_distance, epoch, type="params_only")
-        self._log("consensus_distance", math.sqrt(of_all), epoch, type="full_state_vector")
+        self._log("consensus_distance", math.sqrt(whole_square), epoch, type="full_state_vector")
         for name, square in means.items():
             self._log(
                 "consensus_distance", math.sqrt(square), epoch, type="parameter", parameter=name

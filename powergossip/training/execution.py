@@ -36,7 +36,7 @@ class Computation(NamedTuple):
 
 
 class Stateful(Protocol):
-    """A part of a method with state of its own."""
+    """A part of a method with its own state."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -52,9 +52,9 @@ class Execution:
     Attributes:
         step: Step of the run, so far.
         watch: Stopwatch with the seconds of the run, of the real clock.
-        parts: Parts with state of their own, by their names in a checkpoint.
+        parts: Parts with their own state, by their names in a checkpoint.
         local, rule: The local optimizer and the learning rule of all hosted workers, or None.
-        time_is_virtual: Whether `seconds` are not those of the real clock.
+        time_is_virtual: True if `seconds` are not the real clock's.
     """
 
     time_is_virtual = False
@@ -84,7 +84,7 @@ class Execution:
         return []
 
     def restore(self, alive: Sequence[int]) -> None:
-        """Know the workers that a checkpoint has, before an evaluation of it."""
+        """Record which workers the checkpoint contains, before its evaluation."""
 
     def begin(self, folder: Path) -> None:
         """Prepare for the first step, with files in the folder of the run."""
@@ -102,7 +102,7 @@ class Execution:
         raise NotImplementedError
 
     def end_epoch(self, epoch: int) -> None:
-        """Note the end of this number of epochs, after the evaluation."""
+        """Record the end of this number of epochs, after the evaluation."""
 
     def end(self, last: Callable[[], None]) -> None:
         """Call a last action, such as a figure, in one process, and wait for it."""
@@ -117,7 +117,7 @@ class AtRest(Execution):
     """The workers of a checkpoint, for an evaluation. They take no steps.
 
     Args:
-        varies: Whether some of them may be lost.
+        varies: True if some of them may be lost.
     """
 
     def __init__(self, network: Network, parameters: Parameters, varies: bool):
@@ -169,6 +169,6 @@ class Together(Execution):
 
 
 def added(sums: Mapping[str, Tensor], metrics: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Sums of metrics with those of another step."""
+    """Sums of metrics, with another step's added."""
     new = {k: sums[k] + values if k in sums else values for k, values in metrics.items()}
     return {**sums, **new}

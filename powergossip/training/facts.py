@@ -12,7 +12,7 @@ from powergossip.parameters import Parameters
 from powergossip.tasks import Task
 
 
-def of_environment(network: Network, transport: str) -> dict[str, Any]:
+def environment_facts(network: Network, transport: str) -> dict[str, Any]:
     """Software versions, layout of processes, topology."""
     mpi_on_gpu = network.device.type == "cuda" and transport == "mpi"
     return {
@@ -30,7 +30,7 @@ def of_environment(network: Network, transport: str) -> dict[str, Any]:
     }
 
 
-def of_task(task: Task, parameters: Parameters) -> dict[str, Any]:
+def task_facts(task: Task, parameters: Parameters) -> dict[str, Any]:
     """Sizes of the model and the data, and the task's own facts. label_counts: [worker][label]."""
     found = {"parameters": parameters.layout.size, "samples": dict(task.samples)}
     found |= getattr(task, "facts", {})

@@ -101,7 +101,7 @@ class Gradients:
 
     @property
     def are_batched(self) -> bool:
-        """Whether they are computed in one call."""
+        """True if they are computed in one call."""
         return self._batched is not None
 
     def resume(self, were_batched: bool) -> None:

@@ -36,7 +36,7 @@ class AliveWorkers:
 
     @property
     def varies(self) -> bool:
-        """Whether workers can be lost, or join."""
+        """True if workers can be lost, or join."""
         return self._alive is not None
 
     @property
@@ -46,7 +46,7 @@ class AliveWorkers:
 
     @property
     def workers(self) -> Sequence[int]:
-        """Those of them that this process hosts."""
+        """The workers that this process hosts."""
         alive = set(self.alive)
         return [worker for worker in self._network.workers if worker in alive]
 
@@ -57,18 +57,18 @@ class AliveWorkers:
     @property
     def x(self) -> Tensor:
         """[worker, D]"""
-        return self.of_alive(self._parameters.x)
+        return self.alive_rows(self._parameters.x)
 
     @property
     def buffers(self) -> Tensor:
         """[worker, element]"""
-        return self.of_alive(self._parameters.buffers)
+        return self.alive_rows(self._parameters.buffers)
 
     @property
     def _rows(self) -> list[int]:
         return [worker - self._network.workers.start for worker in self.workers]
 
-    def of_alive(self, tensor: Tensor) -> Tensor:
+    def alive_rows(self, tensor: Tensor) -> Tensor:
         """The rows of tensor [hosted worker, ...] that belong to workers alive."""
         rows = self._rows
         return tensor if len(rows) == len(tensor) else tensor[rows]

@@ -16,7 +16,7 @@ from powergossip.training.muon import Muon, Rows, hidden_matrices
 
 
 def _leave_dynamo_out() -> None:
-    """Let methods of torch's optimizers be themselves, since nothing compiles them.
+    """Make methods of torch's optimizers bypass torch._dynamo, since nothing compiles them.
 
     At their first call they import torch._dynamo, which takes as long as torch, only to leave
     themselves out of what torch.compile compiles.
@@ -66,7 +66,7 @@ def _muon(x: Rows, parameters: Parameters, c: Settings, momentum: float) -> torc
     )
 
 
-# The names that users choose from. A row of the state is that of a worker.
+# The names that users choose from. A row of the state is a worker's state.
 LOCAL_OPTIMIZERS: dict[str, Callable[[Rows, Any, Any, float], torch.optim.Optimizer]] = {
     "sgd": _sgd,
     "adamw": _adamw,
@@ -78,7 +78,7 @@ DECOUPLED = ("adamw", "muon")  # weight decay apart from the gradient
 class LocalOptimizer:
     """x ← (1 − η λ) x − η u(g) for the flat buffer x of all hosted workers.
 
-    The decay λ is that of optimizers with decoupled weight decay, and spares normalization layers.
+    The decay λ is for optimizers with decoupled weight decay, and spares normalization layers.
     Otherwise it is 0 here, and `coupled_decay` is the λ that a learning rule adds to the gradient.
 
     Args:
@@ -151,16 +151,16 @@ class LocalOptimizer:
     def state_dict(self) -> dict[str, Any]:
         """Momenta and the like [worker, D], and the number of steps."""
         states = [self._optimizer.state[row] for row in self._rows]
-        return {name: _of_all([state[name] for state in states]) for name in states[0]}
+        return {name: _joined([state[name] for state in states]) for name in states[0]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state returned by `state_dict()`."""
         for i, row in enumerate(self._rows):
-            own = {name: _of_row(value, i) for name, value in state.items()}
+            own = {name: _row_state(value, i) for name, value in state.items()}
             self._optimizer.state[row].update(own)
 
 
-def _of_all(values: list[Any]) -> Tensor | None:
+def _joined(values: list[Any]) -> Tensor | None:
     """State of the rows, as one: [worker, D], or a number that is equal in all of them."""
     first = values[0]
     if first is None:
@@ -168,8 +168,8 @@ def _of_all(values: list[Any]) -> Tensor | None:
     return torch.cat(values) if first.ndim else first
 
 
-def _of_row(value: Tensor | None, i: int) -> Tensor | None:
-    """The state of row i in that of all."""
+def _row_state(value: Tensor | None, i: int) -> Tensor | None:
+    """The state of row i, from the state of all rows."""
     if value is None:
         return None
     return value[i : i + 1] if value.ndim else value.clone()

@@ -38,7 +38,7 @@ def _ignore(*arguments: Any) -> None:
 class Hooks:
     """The functions that receive a run's measurements.
 
-    They are called on process 0 only, or if that is lost, on the first one that is left.
+    They are called on process 0 only, or if that is lost, on the first surviving one.
 
     Attributes:
         log_metric: Function of (name, values, tags).
@@ -65,7 +65,7 @@ class Rows:
 
     @property
     def are_written(self) -> bool:
-        """Whether the hooks of this process receive the rows."""
+        """True if the hooks of this process receive the rows."""
         return self._network.processes.rank == 0
 
     def __call__(self, name: str, value: float, epoch: int, **tags: Any) -> None:

@@ -31,14 +31,14 @@ ALIASES: dict[str, dict[str, str]] = {
         "warmup_ratios": "warmup_coeff",
     },
 }
-# Defaults of train.py that differ from those of the method's constructor, by key.
+# Defaults of train.py that differ from the defaults of the method's constructor, by key.
 DEFAULTS: dict[str, dict[str, Any]] = {
     # Both factors in each step, and compression from the first one on: the method of the paper.
     "powersgd": {"num_iterations": 2, "start_compressing_after": 0},
     "dgc": {"keep_ratio": 0.01, "compress_upper_bound": 1.0, "int32_indices": True},
     **{name: {"start_iteration": "auto"} for name in HOOKS},
 }
-# Options that have a key of their own, without the prefix. See config_checks.shared_keys.
+# Options that have their own key, without the prefix. See config_checks.shared_keys.
 OWN_KEYS = {
     "seed": "seed",
     "momentum": "momentum",
@@ -110,7 +110,7 @@ def _keys(method: str, own: Options) -> Options:
 
 
 def types(titled: dict[str, Options]) -> dict[str, Any]:
-    """Return key → its type in a configuration: the union of those of all methods, and None.
+    """Return key → its type in a configuration: the union of the types in all methods, and None.
 
     Tensors and functions cannot be given.
     """
@@ -161,8 +161,8 @@ def as_written(value: Any) -> str:
 class Names(dict[str, Any]):
     """The names of a module of this package, with the values that they have in its source.
 
-    A name is evaluated when it is first used. Functions and classes are their definitions. Of other
-    packages there are only those of types.
+    A name is evaluated when it is first used. Functions and classes are their definitions. From
+    other packages there are types only.
     """
 
     def __init__(self, module: str):

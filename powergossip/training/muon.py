@@ -62,7 +62,7 @@ def _iterated(x: Tensor, quintics: Sequence[Quintic]) -> Tensor:
 
 
 def match_rms_adamw(rows: int, columns: int) -> float:
-    """0.2 √max(rows, columns): the root mean square of the step is 0.2, about that of AdamW.
+    """0.2 √max(rows, columns): the root mean square of the step is 0.2, about AdamW's.
 
     Liu et al. (2025), arXiv:2502.16982, eq. 4.
     """
@@ -96,11 +96,11 @@ class Muon(torch.optim.Optimizer):
 
     Jordan et al. (2024), https://kellerjordan.github.io/posts/muon. polar(U Σ Vᵀ) = U Vᵀ is
     approximated by an iteration, and the scale s depends on the shape. A tensor with more axes is
-    the matrix [first axis, all others]. There is no weight decay.
+    the matrix [first axis, all others]. Muon has no weight decay here.
 
     The matrices of one shape of all workers are one batched product. They are transposed to have
     fewer rows than columns, and rows of zeros are added to a multiple of 32: the bits of a product
-    may depend on the alignment of its operands, and those of a worker must not depend on its row.
+    may depend on the alignment of its operands, and a worker's bits must not depend on its row.
 
     Args:
         rows: The parameters of each worker.
@@ -112,7 +112,7 @@ class Muon(torch.optim.Optimizer):
             many rows as columns.
         dtype: Dtype of these matrices.
         scale: Function (rows, columns) → s.
-        rate: Learning rate η, in units of that of AdamW.
+        rate: Learning rate η, in units of AdamW's.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update the rows in place by their gradients row.grad, which are left as they are."""
+        """Update the rows in place by their gradients row.grad, which stay as they are."""
         rows, rate = self.param_groups[0]["params"], self.param_groups[0]["lr"]
         self._update_others(rows, rate)
         start = 0  # of the group in the momentum buffers
@@ -214,7 +214,7 @@ def hidden_matrices(model: nn.Module) -> list[str]:
     embedding, and for the last one. A tensor with two names counts at both places.
 
     Raises:
-        ValueError: For a name that is none of a trained matrix, and if there are none.
+        ValueError: For a name that is not a trained matrix's, and if the model has no matrix.
     """
     matrices = [name for name, p in trained(model).items() if p.ndim >= 2]
     method = getattr(model, "hidden_matrices", None)

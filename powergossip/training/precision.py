@@ -41,7 +41,7 @@ def autocast(precision: str, device: torch.device) -> Iterator[None]:
 
 @functools.cache
 def _lstm_has_bf16() -> bool:
-    """Whether an LSTM can be computed in bf16 on this CPU, as autocast does."""
+    """True if an LSTM can be computed in bf16 on this CPU, as autocast does."""
     try:
         with torch.random.fork_rng(devices=[]), torch.autocast("cpu", torch.bfloat16):
             nn.LSTM(1, 1)(torch.zeros(1, 1, 1))
@@ -81,5 +81,5 @@ def compile_models(models: Sequence[nn.Module]) -> None:
 
 
 def not_compiled(compiled: bool) -> AbstractContextManager[object]:
-    """A context in which compiled models, if there are any, run as they are written."""
+    """A context where compiled models, if there are any, run uncompiled."""
     return torch.compiler.set_stance("force_eager") if compiled else nullcontext()

@@ -45,7 +45,7 @@ class Recorder:
     Attributes:
         hooks: Hooks for a writer that takes over, too.
         folder: Folder of the run, in all processes, within `recording`.
-        rows_were_lost: Whether rows of a resumed run were missing.
+        rows_were_lost: True if rows of a resumed run were missing.
     """
 
     def __init__(self, run: NewRun, given: Hooks, program: str):

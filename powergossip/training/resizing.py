@@ -17,8 +17,8 @@ the mean of all n models before::
     x_i ← x_i + x̄ − (1/m) Σ_{j<m} x_j               x̄ = Σ_{j<n} w_j x_j / Σ_{j<n} w_j
 
 The mean model is the result of the updates of all workers, while a single model is a noisy one:
-without the shift, part of the updates of those that leave would be lost. The weights w_j are those
-of push-sum, which conserves Σ w_j x_j, and begin as 1 again. For all other methods they are 1.
+without the shift, part of the updates of departing workers would be lost. The weights w_j are
+push-sum's, which conserves Σ w_j x_j, and begin as 1 again. For all other methods they are 1.
 Residuals of compressed gradients are shifted in the same way, since they are updates still to come.
 Running statistics and moments are not, because some of them must not become negative.
 
@@ -95,12 +95,12 @@ class Conversion:
         self._start, self._n = start, before
         self._old = len(_staying(start.workers, before))
         self._kept, self._conserved = (_Rows(before, start) for _ in range(2))
-        self._of_run: dict[str, Any] = {}
+        self._run_facts: dict[str, Any] = {}
         self._round = 0
 
     def add(self, workers: range, state: Tree) -> None:
         """Add the next part: the state of these workers."""
-        self._of_run = {name: state[name] for name in _OF_RUN}
+        self._run_facts = {name: state[name] for name in _OF_RUN}
         self._round = state["network"]["round"]
         rule, algorithm = self._start.rule, state["algorithm"]
         # Of push-sum, over any learning rule.
@@ -108,8 +108,8 @@ class Conversion:
         kept = {name: state[name] for name in _KEPT}
         kept["network"] = {name: state["network"][name] for name in _COUNTERS}
         kept["algorithm"] = {name: algorithm[name] for name in rule.kept if name in algorithm}
-        of_rule = {name: algorithm[name] for name in rule.conserved if name in algorithm}
-        conserved = {"x": state["x"], "algorithm": of_rule}
+        rule_state = {name: algorithm[name] for name in rule.conserved if name in algorithm}
+        conserved = {"x": state["x"], "algorithm": rule_state}
         self._kept.add(workers, kept, torch.ones(len(workers), 1))
         self._conserved.add(workers, conserved, weights)
 
@@ -121,7 +121,7 @@ class Conversion:
         Args:
             steps_per_epoch: Steps of an epoch in the checkpoint.
         """
-        run, length = self._of_run, self._start.steps_per_epoch
+        run, length = self._run_facts, self._start.steps_per_epoch
         kept, conserved = self._kept.values(), self._conserved.values(conserved=True)
         step = int(run["step_in_epoch"] * length // steps_per_epoch)
         if isinstance(self._start.rule, Copies):
@@ -178,7 +178,7 @@ class _Rows:
         """The rows of the hosted workers of m: kept ones, and the mean for new workers.
 
         Args:
-            conserved: Whether all rows are shifted, so that their mean is the one before.
+            conserved: True if all rows are shifted, so that their mean is the one before.
         """
         rows = join(self._rows)
 
@@ -195,7 +195,7 @@ class _Rows:
 
 
 def _staying(workers: range, before: int) -> range:
-    """Those of the workers that were there before."""
+    """The workers of this range that were there before."""
     return range(workers.start, max(workers.start, min(workers.stop, before)))
 
 

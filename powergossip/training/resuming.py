@@ -226,7 +226,7 @@ def check_same_run(
     """Raise ValueError if the saved configuration differs in a key that may not change.
 
     Args:
-        linked: Whether processes exchange by edges.
+        linked: True if processes exchange by edges.
     """
     now = config.as_dict()
     if set(now) != set(saved) and now["optimizer"] == saved.get("optimizer"):
@@ -253,7 +253,7 @@ def check_same_run(
 
 
 def _is_elastic(before: Mapping[str, Any], config: Settings, linked: bool) -> bool:
-    """Whether a run is resumed with another number of workers. Raises ValueError."""
+    """True if a run is resumed with another number of workers. Raises ValueError."""
     if config.evaluate_only or config.n_workers == before["n_workers"]:
         return False
     if config.by_edges and (config.scenario is not None or not linked):

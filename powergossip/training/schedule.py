@@ -6,7 +6,7 @@ from powergossip.training.config import Settings
 
 
 def learning_rate(c: Settings, epoch: float) -> float:
-    """The learning rate at a fractional epoch. A step has that of its end.
+    """The learning rate at a fractional epoch. A step uses the rate at its end.
 
     It changes linearly from learning_rate to learning_rate · distributed_lr_warmup_factor during
     the first distributed_lr_warmup_epoch epochs. Then it is multiplied by `factor` from each
@@ -15,7 +15,7 @@ def learning_rate(c: Settings, epoch: float) -> float:
 
         η(e) = η(w) · (1 + cos(π (e − w) / (num_epochs − w))) / 2        w = warm-up epochs
 
-    A warm-up by a factor of 1, the default, is none: w = 0.
+    With the default factor of 1 there is no warm-up: w = 0.
 
     References:
         - Goyal et al. (2017), arXiv:1706.02677, § 2.2, for the warm-up.

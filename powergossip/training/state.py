@@ -29,7 +29,7 @@ class Parts:
     def state_dict(self) -> dict[str, Any]:
         """The state of all parts."""
         return {
-            **of_models(self.run.task, self.run.parameters),
+            **model_state(self.run.task, self.run.parameters),
             **{name: part.state_dict() for name, part in self.method.items()},
             "network": self.run.network.state_dict(),
             "batched_gradients": self.run.gradients.are_batched,
@@ -56,7 +56,7 @@ def _moved(device: torch.device, tensor: Tensor) -> Tensor:
     return tensor.to(device)
 
 
-def of_models(task: Task, parameters: Parameters) -> dict[str, Any]:
+def model_state(task: Task, parameters: Parameters) -> dict[str, Any]:
     """Parameters, buffers and the state that a model carries from batch to batch."""
     integer_buffers = [_integer_buffers(model) for model in parameters.models]
     return {
@@ -68,7 +68,7 @@ def of_models(task: Task, parameters: Parameters) -> dict[str, Any]:
 
 
 def load_models(task: Task, parameters: Parameters, state: Mapping[str, Any]) -> None:
-    """Restore the state returned by `of_models()`, on any device."""
+    """Restore the state returned by `model_state()`, on any device."""
     parameters.x.copy_(state["x"])
     parameters.buffers.copy_(state["buffers"])
     device = parameters.x.device

@@ -72,11 +72,11 @@ def check_first_batch(
 ) -> tuple[MainMetric, list[str]]:
     """Train a model with the first batch of a worker, and evaluate it on a few more.
 
-    The precision is that of the run. The model is a new one, and is discarded.
+    The precision is the run's. The model is a new one, and is discarded.
 
     Raises ValueError unless the loss is a finite scalar with a gradient, all metrics are finite
-    numbers with names of their own, and the main metric is one of them. Returns the main metric,
-    and the names of the metrics of batches and test data.
+    numbers with names that no other row has, and the main metric is one of them. Returns the main
+    metric, and the names of the metrics of batches and test data.
     """
     name = f"task={config.task}"
     model = task.model(config.architecture, config.seed)
@@ -120,7 +120,8 @@ def check_first_batch(
 
 @contextmanager
 def _dtypes_named(name: str, model: nn.Module, batch: Any) -> Iterator[None]:
-    """Raise BadInput for torch's error about dtypes, if those of the batch are not the model's."""
+    """Raise BadInput for torch's error about dtypes, if the batch has other dtypes than the
+    model."""
     try:
         yield
     except RuntimeError as error:

@@ -27,11 +27,11 @@ class Trainer:
     """Trains the workers of a run. All processes construct it and call its methods together.
 
     Args:
-        config: Configuration as returned by `settings.checked`.
+        config: Configuration as returned by `config_checks.checked`.
         hooks: Hooks that receive rows and facts, on process 0.
         resume_from: Output folder of a run to resume from its last checkpoint, if it has one. With
             config.evaluate_only, the checkpoint is the one that config.checkpoint names.
-        task: Data and models, by default those of the configuration.
+        task: Data and models, by default the configuration's.
 
     Raises:
         BadInput: In all processes, for impossible values, missing data, or a run to resume that had
@@ -64,7 +64,7 @@ class Trainer:
 
     @property
     def processes(self) -> Processes:
-        """The processes that are left."""
+        """The surviving processes."""
         return self.network.processes
 
     @property
@@ -80,15 +80,15 @@ class Trainer:
     def facts(self) -> dict[str, Any]:
         """Metadata of the run: software versions, layout of processes, topology, data."""
         built, layout = self._built, self.parameters.layout
-        of_run = {
+        run = {
             "diffusion_rate": diffusion_rate(self.config, self.network.topology, layout),
             "batched_gradients": built.run.gradients.are_batched,
             "steps_per_epoch": self.steps_per_epoch,
             "metric": built.metric,
         }
-        of_environment = facts.of_environment(self.network, built.transport)
-        of_task = facts.of_task(self.task, self.parameters)
-        return of_environment | of_task | of_run | self.execution.facts()
+        environment = facts.environment_facts(self.network, built.transport)
+        task = facts.task_facts(self.task, self.parameters)
+        return environment | task | run | self.execution.facts()
 
     # --- Training ---
 
@@ -99,7 +99,7 @@ class Trainer:
 
     @property
     def is_complete(self) -> bool:
-        """Whether no step is left."""
+        """True after the last step."""
         return bool(self.position.epoch >= self.config.num_epochs)
 
     def begin(self, folder: Path) -> None:
@@ -121,7 +121,7 @@ class Trainer:
             checkpoints: Checkpoints to write, or None.
             metrics_offset: Bytes of metrics.jsonl on the disk, saved with a checkpoint on process
                 0.
-            save_first: Whether the restored state is saved again, with a new metrics_offset.
+            save_first: If True, the restored state is saved again, with a new metrics_offset.
         """
         c, position = self.config, self.position
         self.execution.watch.start()
@@ -159,7 +159,7 @@ class Trainer:
         self.execution.end(action)
 
     def close(self) -> None:
-        """End what works in the background, also that of a task with a method `close`."""
+        """End work in the background, also the task's, if it has a method `close`."""
         close = getattr(self.task, "close", None)
         if close is not None:
             close()
@@ -171,7 +171,7 @@ class Trainer:
         self.evaluation(self.position.epoch, self.step, {})
 
     def sample(self) -> str | None:
-        """The text of the task by the mean model of the last evaluation. None if there is none."""
+        """The text of the task by the mean model of the last evaluation, or None."""
         make = getattr(self.task, "sample", None)
         evaluated = self.evaluation.main_metric is not None
         return make(self.evaluation.mean_model.models[0]) if make and evaluated else None

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from powergossip import algorithms, kernels, topologies
-from powergossip.algorithms import PowerGossip
 from powergossip.algorithms.compiled_directions import CompiledSide, compiled_sides
 from powergossip.algorithms.directions import Directions, EdgeConstants
 from powergossip.network import Conversation, Network, Processes

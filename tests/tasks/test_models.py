@@ -9,7 +9,7 @@ from torch import nn
 from powergossip import tasks
 from powergossip.parameters import Parameters
 from powergossip.tasks import language_models, models
-from powergossip.tasks.task_options import of_model
+from powergossip.tasks.task_options import defaults
 
 
 @pytest.fixture(autouse=True)
@@ -376,8 +376,8 @@ def test_models_use_the_flat_buffer_they_are_moved_to(name: str) -> None:
 
 
 def test_defaults_are_those_of_the_paper_and_small() -> None:
-    assert of_model(language_models.LSTM) == {"hidden_size": 650, "num_layers": 3, "dropout": 0.4}
-    assert of_model(language_models.Transformer) == {
+    assert defaults(language_models.LSTM) == {"hidden_size": 650, "num_layers": 3, "dropout": 0.4}
+    assert defaults(language_models.Transformer) == {
         "hidden_size": 128,
         "num_layers": 2,
         "num_heads": 4,

@@ -1,7 +1,7 @@
 """Deep Gradient Compression: all workers apply one mean gradient. Each worker sends its entries of
 largest magnitude, and accumulates the others locally with momentum correction.
 
-`optimizers.DGC` puts it into a training loop of your own::
+`optimizers.DGC` puts it into your own training loop::
 
     config.py       the options
     clipping.py     of a worker's gradient, before it is accumulated

@@ -46,7 +46,7 @@ class DGCAggregation:
 
     Args:
         value_dtype: bfloat16 or float16 for values with 16 bits, or None for the dtype that
-            fp16_values specifies, by default that of the gradient.
+            fp16_values specifies, by default the gradient's.
 
     Raises:
         ValueError: For more elements than 32-bit positions can address.

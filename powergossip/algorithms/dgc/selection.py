@@ -28,8 +28,9 @@ class Selector:
 
     upper = compress_upper_bound, lower = compress_lower_bound. Lin et al. (2018), arXiv:1712.01887,
     § 5 (hierarchical selection), in the form of the published code. With upper = 1 and resample the
-    result is that of sorting, or has at least lower · target of its elements. The threshold then
-    aims slightly low, because cutting a surplus exactly is cheap, and lowering it is not.
+    result equals the result of sorting, or has at least lower · target of its elements. The
+    threshold then aims slightly low, because cutting a surplus exactly is cheap, and lowering it is
+    not.
 
     Departures: all elements are sorted if the sample would be as large as the tensor, and if
     max_adaptation_iters leave fewer than lower · target elements. So there are fewer only if all

@@ -53,11 +53,11 @@ class A2CiD2(GossipRule):
     worker, by whose duration the code of the authors divides seconds. A worker changes x_i at the
     end of its steps only, so that the copies approach each other once in a step, for one unit.
 
-    Without local updates, the squared distance to the mean decays about as
-    e^(−1/((1 + τ) √(χ_1 χ_2))) per step, and that of D-PSGD as e^(−2/((1 + τ) χ_1)).
+    Without local updates, the squared distance to the mean decays in a step about as
+    e^(−1/((1 + τ) √(χ_1 χ_2))), with D-PSGD as e^(−2/((1 + τ) χ_1)).
 
     Σ_i (x_i + x̃_i) and the exchanges that are not applied yet are conserved. A worker that joins
-    begins with x̃_i = x_i. The constants stay those of the graph at the start.
+    begins with x̃_i = x_i. The constants remain the ones of the graph at the start.
 
     Args:
         acceleration: η and α̃/α.

@@ -14,11 +14,11 @@ from powergossip.parameters import Parameters
 class CentralizedSGD:
     """x_i ← x_i − η u(mean + λ x_i), mean = aggregate(e_i + g_i), e_i ← the residual of worker i.
 
-    Workers that start alike stay alike, those of one process to the bit. The residual e_i stays in
+    Workers that start alike stay alike, to the bit within a process. The residual e_i stays in
     `parameters.grad`, where the next backward pass adds to it: error feedback costs no time.
 
     Weight decay is never compressed. If the aggregation owns the momentum, so that u has none, the
-    decay has a momentum buffer of its own, as in the published code of Deep Gradient Compression
+    decay has its own momentum buffer, as in the published code of Deep Gradient Compression
     (github.com/synxlin/deep-gradient-compression, DGCSGD). See `Decay`.
 
     Args:
@@ -49,7 +49,7 @@ class CentralizedSGD:
         self._clip = Correction(parameters, 0.0, clip)
         self._decay = Decay(parameters, weight_decay, *momentum_of(aggregation))
         self._num_batches, self._batches = num_batches_per_step, 0
-        # Where the gradient alone is needed, the residual has a buffer of its own.
+        # Where the gradient alone is needed, the residual has its own buffer.
         apart = clip is not None or num_batches_per_step > 1
         self._error = torch.zeros_like(parameters.grad) if apart else None
 

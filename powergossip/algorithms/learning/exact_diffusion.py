@@ -22,8 +22,8 @@ class ExactDiffusion(GossipRule):
     arXiv:1702.05122. Over plain gossip, Δ(y) = γ (W − I) y: with γ = 1, (I + W)/2 mixes. D² (Tang
     et al. 2018, arXiv:1803.07068) mixes with W, which is at its limit of stability where W has the
     eigenvalue −1/3, such as on a ring of 8 with weights 1/3. In exact arithmetic, the difference
-    form of D² is the same; its rounding errors add up, those of the duals do not. Half of Δ, not
-    half of γ: PowerGossip averages vectors with a rate of their own.
+    form of D² is the same; its rounding errors add up, errors of the duals do not. Half of Δ, not
+    half of γ: PowerGossip averages vectors with their own rate.
 
     The papers have a dual rate θ = 1. Where G moves a direction by a small fraction ℓ a step, as
     PowerGossip all but a few, x and d then oscillate with frequency √ℓ and decay with ℓ/2 only. A

@@ -71,13 +71,13 @@ class Workers(NamedTuple):
     """The workers of this process, and what a learning rule has of each.
 
     Attributes:
-        make: Function that makes the averaging rule G for a layout: that of x, or of x beside a
-            variable.
+        make: Function that makes the averaging rule G for a layout: the layout of x, or of x beside
+            a variable.
         parameters: Parameters of the workers' models: x and the gradients.
         local: Optimizer of the workers, without momentum for rules with `direct`.
         weight_decay: Weight decay of the gradients, see Correction.
         clip: Largest norm of a worker's gradient.
-        whole: Whether `parameters` are all of the models'.
+        whole: True if `parameters` are all of the models'.
     """
 
     network: Network
@@ -102,7 +102,7 @@ class Workers(NamedTuple):
 
 
 class Variable(Enum):
-    """What becomes of a variable of a learning rule when the number of workers changes.
+    """Treatment of a variable of a learning rule when the number of workers changes.
 
     Attributes:
         RESET: It begins as at the start of a run.
@@ -127,9 +127,9 @@ class GossipRule:
         update(u)           x by the local optimizer's displacement, −η g for SGD
         settle()            the step ends
 
-    Messages average `mixed()`, in steps in which the rule is `exchanging`. They are in flight
-    between `begin` and `correct` if it is `overlapping`, and otherwise between `update` and
-    `settle`. The methods of this class are D-PSGD's.
+    Messages average `mixed()`, in steps where the rule is `exchanging`. They are in flight between
+    `begin` and `correct` if it is `overlapping`, and otherwise between `update` and `settle`. The
+    methods of this class are D-PSGD's.
 
     Drivers: `start` and `finish` for the flat buffers of the hosted workers, GossipOptimizer for a
     torch optimizer, `events.worker` for messages that may be late. There each edge has exchanges of
@@ -140,16 +140,16 @@ class GossipRule:
         optimizers: Local optimizers that it works with, without momentum if it has `direct`.
         overlaps: Kinds of averaging rules whose messages are in flight during the gradient by
             default. A constructor with `overlapping` leaves the choice.
-        static: Whether the topology must be static.
-        stateless: Whether it keeps no tensors: D-PSGD.
-        in_place: Whether the local optimizer makes its step on x, with its own rounding.
-        reads_rate: Whether it depends on the learning rate of the local optimizer.
-        relays: Whether it relays along the trees of the topology, in place of averaging. Then
+        static: True if the topology must be static.
+        stateless: True if it keeps no tensors: D-PSGD.
+        in_place: True if the local optimizer makes its step on x, with its own rounding.
+        reads_rate: True if it depends on the learning rate of the local optimizer.
+        relays: True if it relays along the trees of the topology, in place of averaging. Then
             messages cannot be late.
         state: Its variables, tensors [worker, D] and numbers: attributes with an underscore before
             these names.
         layout: Layout of the variables in a message.
-        overlapping: Whether messages are in flight during the gradient.
+        overlapping: True if messages are in flight during the gradient.
         turns: How many times messages in flight are received, and answered, before the gradient is
             used. The others are in flight during the next step. None: until the last.
     """
@@ -190,17 +190,17 @@ class GossipRule:
 
     @classmethod
     def directs(cls) -> bool:
-        """Whether it has a direction of its own, so that the local optimizer has no momentum."""
+        """True if it has its own direction, so that the local optimizer has no momentum."""
         return cls.direct is not GossipRule.direct
 
     @classmethod
     def corrects(cls) -> bool:
-        """Whether it corrects the gradient before it is clipped."""
+        """True if it corrects the gradient before it is clipped."""
         return cls.correct is not GossipRule.correct
 
     @classmethod
     def limits_rate(cls) -> bool:
-        """Whether it is stable up to a diffusion rate that depends on the topology."""
+        """True if it is stable up to a diffusion rate that depends on the topology."""
         own: Any = cls.largest_rate
         base: Any = GossipRule.largest_rate
         return own.__func__ is not base.__func__
@@ -214,7 +214,7 @@ class GossipRule:
 
     @property
     def exchanging(self) -> bool:
-        """Whether messages are sent in this step."""
+        """True if messages are sent in this step."""
         return True
 
     def begin(self) -> None:
@@ -257,8 +257,8 @@ class GossipRule:
         Args:
             u: Σ_j u_ij, or u_ij of one edge. It may be changed.
             edge: Neighbor j, if it is of one edge.
-            agreed: Whether both messages have the present view of the worker. Sums over all
-                workers, such as those of gradient tracking, leave out the others.
+            agreed: True if both messages have the present view of the worker. Sums over all
+                workers, as in gradient tracking, skip the others.
         """
         x, *others = self.mixed()
         if self._joint is None:
@@ -355,12 +355,12 @@ class GossipRule:
 
     @property
     def kept(self) -> list[str]:
-        """See rule.Learning."""
+        """See interface.Learning."""
         return [name for name, kind in self.state.items() if kind is Variable.KEPT]
 
     @property
     def conserved(self) -> list[str]:
-        """See rule.Learning."""
+        """See interface.Learning."""
         return [name for name, kind in self.state.items() if kind is Variable.CONSERVED]
 
     def variables_dict(self, in_step: bool = True) -> dict[str, Any]:
@@ -397,8 +397,8 @@ class GossipRule:
 class Joint:
     """Variables [worker, D] in one buffer [worker, count · D], so that they share messages.
 
-    Their tensors are in the order of `layout`, that of the shapes of all, in which matrices of one
-    shape are adjacent.
+    Their tensors are in the order of `layout`, the layout of all shapes, which keeps matrices of
+    one shape adjacent.
     """
 
     def __init__(self, layout: Layout, like: Tensor, variables: int = 2):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from powergossip.parameters import Parameters
 
-LocalStep = Callable[[Tensor], Any]  # that of a local optimizer, with a gradient [worker, D]
+LocalStep = Callable[[Tensor], Any]  # a local optimizer's, with a gradient [worker, D]
 
 
 class Learning(Protocol):
@@ -46,9 +46,9 @@ class Learning(Protocol):
 
 
 class Decay:
-    """Weight decay λ x of all parameters but those of normalization layers.
+    """Weight decay λ x of all parameters outside normalization layers.
 
-    With momentum m, in a buffer d of its own that starts at 0::
+    With momentum m, in its own buffer d that starts at 0::
 
         d ← m d + λ x          add d, or with Nesterov's momentum λ x + m d
 

@@ -17,7 +17,7 @@ optimizer, and serves optimizers that are not linear in the gradient, such as Ad
     c ← c + α (G(z) − z)                    in one message with the model
 
 Where this is at rest, all z_i agree, and with Σ_i c_i = 0 they are the mean gradient. Over
-all-reduce, c is an average of the differences between the mean gradient and that of a worker, with
+all-reduce, c is an average of the differences between the mean gradient and a worker's, with
 weights α (1 − α)^t for t rounds ago. With α = 1, it is the last one, with all its noise: then a
 step has the noise of the round before, H times. A small α averages it over 2/α − 1 rounds, and
 adapts in 1/α rounds.
@@ -172,7 +172,7 @@ class Fragments:
         self._fragments = all_of_them
 
     def step(self, x: Tensor) -> Conversation:
-        """Each fragment has steps of its own."""
+        """Each fragment has its own steps."""
         raise NotImplementedError
 
     def begin_at(self, point: Tensor) -> None:
@@ -227,7 +227,7 @@ class OuterRule(GossipRule):
         local_steps: Number H of local steps in a round.
         outer_rate: Outer learning rate μ.
         outer_momentum: Outer momentum β.
-        gradient_correction: Whether gradients are corrected, for workers with different data.
+        gradient_correction: If True, gradients are corrected, for workers with different data.
         correction_rate: Rate α of the correction. By default 0.1.
         fragments: Number P of parts of the model whose rounds end at different steps.
 
@@ -249,7 +249,7 @@ class OuterRule(GossipRule):
         "begun": Variable.IN_STEP,
         "averaged": Variable.IN_STEP,
     }
-    messages: ClassVar[int] = 1  # of D elements a round, without that of the correction
+    messages: ClassVar[int] = 1  # of D elements a round, without the correction's
 
     def __init__(
         self,
@@ -285,7 +285,7 @@ class OuterRule(GossipRule):
         corrected = self._x if gradient_correction else self._x[:, :0]
         self._c, self._sum = torch.zeros_like(corrected), torch.zeros_like(corrected)
         self._begun = False
-        # The variables that the messages of this step average, and those of the fragment.
+        # The variables that the messages of this step average, and the fragment's variables.
         self._averaged: list[Tensor] = []
         self._own = self._flat()
 
@@ -298,7 +298,8 @@ class OuterRule(GossipRule):
 
     @classmethod
     def _recurrence(cls, options: Mapping[str, Any]) -> tuple[Any, ...]:
-        """That of the disagreement, and its options beside μ and β. See outer_stability."""
+        """The recurrence of the disagreement, and its options beside μ and β. See
+        outer_stability."""
         raise NotImplementedError
 
     def begin_after(self, steps: int) -> None:
@@ -453,14 +454,15 @@ class DiLoCo(OuterRule):
     With real eigenvalues λ of W and the share q of the way to its own optimum that a worker goes in
     a round, it is stable if λ (1 − μ q) > −1/(1 + 2 β) for all λ. See outer_stability.
 
-    Overlapping, G(φ) is in flight during the whole round, or with fragments until that of the next
-    one begins. Messages of several iterations are spread over its steps. With the correction, which
-    local steps need, G(φ) and G(z) are in flight during the first gradient of the round.
+    Overlapping, G(φ) is in flight during the whole round, or with fragments until the next
+    fragment's begins. Messages of several iterations are spread over its steps. With the
+    correction, which local steps need, G(φ) and G(z) are in flight during the first gradient of the
+    round.
 
     Cost of a round: a message of the averaging rule, or two in one with the correction.
 
     Args:
-        overlapping: Whether messages are in flight during a gradient.
+        overlapping: True if messages are in flight during a gradient.
     """
 
     state: ClassVar[dict[str, Variable]] = {**OuterRule.state, "mixed": Variable.CONSERVED}
@@ -551,7 +553,7 @@ class DiLoCo(OuterRule):
 
 
 class GASLoC(OuterRule):
-    """GASLoC: the outer momentum is that of a worker, and is not mixed::
+    """GASLoC: each worker keeps its own outer momentum, which is not mixed::
 
         y = φ + μ (x − φ)
         φ ← G(y) + β (y − y'),   y' ← y      y' = φ at the start
@@ -560,7 +562,7 @@ class GASLoC(OuterRule):
     of W. On directed and time-varying ones, momentum limits the diffusion rate, see
     outer_stability, and so does strong compression.
 
-    Cost of a round: that of DiLoCo.
+    Cost of a round: the same as DiLoCo's.
     """
 
     state: ClassVar[dict[str, Variable]] = {**OuterRule.state, "momentum": Variable.IN_STEP}
@@ -595,9 +597,9 @@ class NoLoCo(OuterRule):
         φ ← φ + δ
 
     Kolehmainen et al. (2025), arXiv:2506.10911, with random pairs for G (topology=random-matching).
-    The sign of Δ is that of the published code; that of the paper ascends. Momentum slows down
-    agreement to √β a round at best. With a correction at α = 1 and β = 0.9 it may diverge: beyond
-    α = 0.3 and β = 0.7 there is a warning.
+    The sign of Δ follows the published code; the paper's ascends. Momentum slows down agreement to
+    √β a round at best. With a correction at α = 1 and β = 0.9 it may diverge. It warns beyond
+    α = 0.3 and β = 0.7.
 
     Cost of a round: two messages of the averaging rule in one, or three with the correction.
 

@@ -4,8 +4,8 @@ The disagreement of the workers, (φ, memory of the momentum), after a round wit
 linear function of that before. It is a polynomial of the mixing matrix W_γ = I − γ (I − W), and of
 the pull μ q: the outer rate, and the share q of the way to its own optimum that a worker goes in
 the round. It decays if the eigenvalues of the product over a period are inside the unit circle. On
-a static graph, these are those of 2 × 2 matrices, one for each eigenvalue of W. They are complex on
-a directed graph, where a smaller q may be less stable.
+a static graph, they are the eigenvalues of 2 × 2 matrices, one for each eigenvalue of W. They are
+complex on a directed graph, where a smaller q may be less stable.
 
 A recurrence is a function of (w, one, pull, *options), with w the mixing matrix and `one` the
 identity, or with numbers in their place. It returns the rows of the matrix of (φ, memory).
@@ -107,8 +107,8 @@ def _laplacians(topology: Topology) -> list[np.ndarray]:
 
 @lru_cache(maxsize=4)
 def _eigenvalues(topology: Topology) -> np.ndarray:
-    """Eigenvalues of I − W of a static topology, without that of the mean. Of real ones, the
-    extremes, between which the others are not less stable."""
+    """Eigenvalues of I − W of a static topology, without the mean's. If they are real, only the
+    extremes: eigenvalues between them are not less stable."""
     if topology.symmetric:
         return np.array([topology.spectral_gap, topology.largest_eigenvalue])
     values = np.linalg.eigvals(_laplacians(topology)[0])

@@ -13,7 +13,7 @@ _RESTART = 10.0  # times the learning rate of the step before, or more
 
 
 def has_moved(rate: float) -> bool:
-    """Whether the displacement of a step with this learning rate is one by gradients, too."""
+    """True if gradients contribute to the displacement of a step with this learning rate."""
     return rate >= _LEAST_RATE
 
 
@@ -106,8 +106,8 @@ class QuasiGlobalAdam(_QuasiGlobal):
         δ_i = (x_i before − x_i after)/‖·‖,   m_i ← β1 m_i + (1 − β1) δ_i,   v_i likewise with δ_i²
 
     Lin, Karimireddy, Stich & Jaggi (2021), arXiv:2102.04761, Algorithm 2. ‖·‖ is over all
-    parameters of a worker. Their published code adds g with weight 1 in m̃; here it is that of the
-    paper. Weight decay is decoupled, as in AdamW.
+    parameters of a worker. Their published code adds g with weight 1 in m̃; here the weight is the
+    paper's. Weight decay is decoupled, as in AdamW.
 
     Args:
         adam_beta1: Decay rate β1 of m.

@@ -50,7 +50,7 @@ LEARNING: dict[str, type[GossipRule]] = {
     "noloco": NoLoCo,
 }
 DEFAULT = "dpsgd"
-# Names of `gossip` in train.py with a learning rule of their own, in place of D-PSGD.
+# Names of `gossip` in train.py with their own learning rule, in place of D-PSGD.
 POLICIES: dict[str, type[A2CiD2]] = {"a2cid2": A2CiD2}
 # Options of averaging rules whose default depends on the learning rule, for rules that have them.
 # Exact diffusion over public copies learns slowly with coarse quantization, and may diverge.
@@ -67,7 +67,7 @@ DIFFUSION_FACTORS: dict[tuple[str, str], float] = {
 # Rules whose tracked gradients turn the complex eigenvalues of a directed graph into growth, where
 # the learning rate times the curvature is large beside γ times an eigenvalue.
 UNDAMPED = ("gradient-tracking", "beer", "motef")
-# The smallest and the largest values of such options with which a pair trains.
+# The smallest and the largest values of such options that let a pair train.
 ACCEPTABLE: dict[tuple[str, str], dict[str, tuple[float, float]]] = {
     ("exact-diffusion", "power-gossip"): {"diffusion_rate": (0, 1)},
     ("exact-diffusion", "choco"): {"levels": (64, math.inf)},
@@ -268,7 +268,7 @@ def without(name: str) -> tuple[str, ...]:
 
 
 def make(name: str, workers: Workers, local_optimizer: str = "sgd", **given: Any) -> GossipRule:
-    """Build a learning rule of `LEARNING` with those of the options `given` that it has."""
+    """Build a learning rule of `LEARNING` with the options in `given` that it has."""
     known = options(name, local_optimizer)
     own = {option: value for option, value in given.items() if option in known}
     return rule(name, local_optimizer)(workers, **own)

@@ -48,10 +48,10 @@ class RelaySGD(GossipRule):
     `slowdown`. The correction multiplies displacements by c. The paper tunes the learning rate in
     its place.
 
-    The trees are those of the topology. With several, coordinate k travels over tree k mod their
+    It relays along the topology's trees. With several, coordinate k travels over tree k mod their
     number. W and diffusion rate are not used. On each edge of a tree, a step sends one message in
-    each direction, of the tree's coordinates and the number of models: as much as D-PSGD on a
-    tree. Exact fixed point, with momentum in u too.
+    each direction, of the tree's coordinates and the number of models: as much as D-PSGD on a tree.
+    Exact fixed point, with momentum in u too.
 
     Over CHOCO-Gossip, messages are compressed, see `CompressedRelay`. Paper and code have no such
     form.
@@ -103,7 +103,7 @@ class RelaySGD(GossipRule):
             relay.receive(m)
 
     def begin_at(self, point: Tensor) -> None:
-        """Do nothing: there are no public copies."""
+        """Do nothing: the rule has no public copies."""
 
     def state_dict(self) -> dict[str, Any]:
         """For each tree, the last messages received [worker, neighbor, 1 + coordinate], and the
@@ -121,7 +121,7 @@ class RelaySGD(GossipRule):
 class Relay:
     """The messages of RelaySum along a tree, for the coordinates x [worker, coordinate] of models.
 
-    Their first element is the number of models. Its sums are those of the coordinates.
+    Their first element is the number of models. It is summed like the coordinates.
 
     Attributes:
         received: Messages m' [worker, neighbor, 1 + coordinate], 0 in padded slots.

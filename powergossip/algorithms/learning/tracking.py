@@ -15,7 +15,7 @@ from powergossip.algorithms.learning.gossip_rule import COPIES, GossipRule, Vari
 
 
 class _Tracking(GossipRule):
-    """y_i ← G(y)_i + v_i − v_i', with v_i' that of the step before. y and v start at 0.
+    """y_i ← G(y)_i + v_i − v_i', with v_i' the v_i of the step before. y and v start at 0.
 
     x and y travel in one message per neighbor, twice the size of D-PSGD's. Σ_i y_i, with the
     messages about y that are not applied yet, is Σ_i v_i, so that late ones leave the optimum as it
@@ -102,8 +102,8 @@ class NormalizedGradientTracking(_TrackedDirection):
 
     Yu, Jakovetić & Kar (2025), arXiv:2505.03736, for heavy-tailed noise. ‖·‖ is over all parameters
     of a worker. Momentum and normalization come in this order: normalized gradients do not average
-    to the normalized mean. The paper mixes y + v − v' in a message of its own before x moves. Here
-    y is mixed one step earlier, in the message of x.
+    to the normalized mean. The paper mixes y + v − v' in a separate message before x moves. Here y
+    is mixed one step earlier, in the message of x.
 
     Args:
         momentum: Momentum β.
@@ -128,8 +128,8 @@ class BEER(_TrackedDirection):
 
     Zhao et al. (2022), arXiv:2201.13320, Algorithm 1. G is a step of CHOCO-Gossip, whose copies of
     x and v start at 0. The paper updates the copies after x and v, here they are updated before:
-    the same steps but for the first one, in which the workers have equal models. Exact with biased
-    compressors, for a small enough diffusion rate. Messages are always those of x and v before the
+    the same steps but for the first one, when the workers have equal models. Exact with biased
+    compressors, for a small enough diffusion rate. Messages always have x and v from before the
     gradient, so that they are in flight while it is computed.
     """
 

@@ -28,8 +28,8 @@ class Consensus:
     1. Each process sends its value to all and waits for the values of all.
     2. Each sends the set of processes whose value it has, and waits for the sets of these. Its
        estimate is their intersection: values that all survivors have.
-    3. In the order of their indices, each waits for the estimates of all lower ones, takes over
-       that of the highest of them, and sends it to all higher ones. It does not wait if all
+    3. In the order of their indices, each waits for the estimates of all lower ones, takes over the
+       estimate of the highest of them, and sends it to all higher ones. It does not wait if all
        members of its set have sent the same set: every estimate is then this set.
 
     Nobody waits for a process that has ended. The lowest process that does not end thus determines
@@ -93,7 +93,7 @@ class Consensus:
 
 
 class LiveProcesses(Processes):
-    """The processes that are left, with the collective operations of `Processes`.
+    """The surviving processes, with the collective operations of `Processes`.
 
     All survivors make the same calls in the same order. A process that is lost during a call is
     left out of the result, the same in all survivors. rank, size and members are those after the

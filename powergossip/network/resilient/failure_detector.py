@@ -7,7 +7,7 @@ from powergossip.errors import Dropped, Stopped
 from powergossip.network.resilient.heartbeats import Identity, Liveness
 from powergossip.network.resilient.messages import Envelope, Payload, Wire
 
-# Kinds of messages. The first three are those of the layers above.
+# Kinds of messages. The layers above send the first three.
 DATA, NOTE, GROUP, LOST, DROPPED = range(5)
 
 _LOOKS = 20  # at signs of life, within worker_timeout
@@ -19,9 +19,9 @@ class Peers:
 
     A process is lost if MPI reports its end (ULFM), if it is silent for `worker_timeout`, or if
     another process regards it as lost for its silence. It is silent while it neither sends messages
-    nor lives, see heartbeats.py: a process that is busy may take any time. The time in which this
-    process itself does not call `advance` counts as a quarter of the timeout at most, so that a
-    process that was stopped does not regard the others as silent.
+    nor lives, see heartbeats.py: a process that is busy may take any time. The time during which
+    this process itself does not call `advance` counts as a quarter of the timeout at most, so that
+    a process that was stopped does not regard the others as silent.
 
     A process that was regarded as lost but lives, such as one that was stopped, receives a notice.
     `advance` then raises Dropped.
@@ -69,7 +69,7 @@ class Peers:
         return [message for message in taken if message.source in self.alive]
 
     def has(self, kind: int) -> bool:
-        """Whether `take` would return messages."""
+        """True if `take` would return messages."""
         return bool(self._arrived[kind])
 
     def advance(self) -> None:

@@ -1,7 +1,8 @@
 """Evidence that other processes of a run live, whatever their main threads do.
 
-A process that computes, loads data, or waits for a core lives. One that is stopped does not. Those
-of the same host see this in /proc. Those of other hosts receive heartbeats, which a thread sends.
+A process that computes, loads data, or waits for a core lives. One that is stopped does not.
+Processes of the same host see this in /proc. Processes of other hosts receive heartbeats, which a
+thread sends.
 """
 
 import atexit
@@ -43,7 +44,7 @@ class Identity:
         return cls(socket.gethostname(), os.getpid(), _stat(os.getpid())[1], namespace)
 
     def sees(self, other: "Identity") -> bool:
-        """Whether this process has the other one in its /proc, as long as that exists."""
+        """True if this process has the other one in its /proc, as long as that exists."""
         return (self.host, self.namespace) == (other.host, other.namespace) and self.namespace != ""
 
     @property
@@ -54,12 +55,12 @@ class Identity:
 
     @property
     def can_be_ended(self) -> bool:
-        """Whether it runs, or is stopped, on the host of this process."""
+        """True if it runs, or is stopped, on the host of this process."""
         return Identity.own().sees(self) and self.state not in _ENDED
 
     @property
     def runs(self) -> bool:
-        """Whether a process of this host neither has ended nor is stopped."""
+        """True if a process of this host neither has ended nor is stopped."""
         return self.state not in _ENDED | _STOPPED
 
 
@@ -126,7 +127,7 @@ class Liveness:
                     self._heard[process] = self._heard.get(process, 0) + 1
 
     def lives(self, process: int) -> bool:
-        """Whether a process runs, or has a heartbeat named it since the last call."""
+        """True if a process runs, or if a heartbeat has named it since the last call."""
         if self.sees(process):
             return self._identities[process].runs
         heard, before = self._heard.get(process, 0), self._counted.get(process, 0)
@@ -134,7 +135,7 @@ class Liveness:
         return heard == 0 or heard != before
 
     def sees(self, process: int) -> bool:
-        """Whether this process sees the other one in /proc."""
+        """True if this process sees the other one in /proc."""
         return process in self._seen
 
     def remove(self, process: int) -> None:

@@ -157,7 +157,7 @@ class Links:
         MPI_Finalize, and with exit code LOST in the first process if workers are missing.
 
         After the loss of a process, Open MPI 5.0 may wait in MPI_Finalize forever. Exit handlers of
-        Python that were registered before this call are left out.
+        Python that were registered before this call do not run.
         """
         self.group.barrier()
         self.flush(1.0)
@@ -186,7 +186,7 @@ class Links:
         exits.end_alone(self.process, self.group, self.end_others, self._others_live)
 
     def _others_live(self) -> bool:
-        """Whether others go on. The first process waits a while: all may end for one reason."""
+        """True if others go on. The first process waits a while: all may end for one reason."""
         since, peers = time.monotonic(), self._peers
         while others := peers.alive - peers.wire.lost - {self.process}:
             if self.process > min(others) or time.monotonic() - since > _GRACE:

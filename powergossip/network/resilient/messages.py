@@ -56,7 +56,7 @@ def decoded(payload: Any) -> set[int]:
 
 
 class _Incoming:
-    """The messages from one process, in the order in which they were sent."""
+    """The messages from one process, in the order of sending."""
 
     def __init__(self) -> None:
         self.parts: deque[tuple[Any, np.ndarray]] = deque()  # request, memory

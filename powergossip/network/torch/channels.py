@@ -5,15 +5,15 @@ tests need no GPU:
 
 - Point-to-point operations are issued in batches (batch_isend_irecv). A batch holds all messages of
   one step of a conversation. It uses the communicator and the stream of its group.
-- All processes issue their batches in one global order: that of the program, which is the same in
-  all of them. A process without messages in a step issues an empty batch.
+- All processes issue their batches in one global order: the order of the program, which is the same
+  in all of them. A process without messages in a step issues an empty batch.
 - Later steps of an all-reduce are issued together with the first one, since the stream orders them.
-  (On gloo and MPI they are issued when the first one is complete, with a tag of their own.)
+  (On gloo and MPI they are issued when the first one is complete, with their own tag.)
 - Nothing else uses the group. Agreements of the processes have a group of gloo's, PyTorch's DDP has
   its own.
 - The first operation of a group is a collective one, of all its processes.
 - The host does not wait for messages: they are ordered with kernels by the current stream.
-- Empty messages are left out, and long ones are split.
+- Empty messages are skipped, and long ones are split.
 """
 
 import queue
@@ -57,10 +57,10 @@ def _split(pieces: Pieces) -> list[tuple[list[Tensor], int]]:
 
 
 class GlooChannel:
-    """Messages by gloo. It transfers them in a thread of its own.
+    """Messages by gloo. It transfers them in its own thread.
 
     Args:
-        in_order: Whether all steps of an all-reduce are started at once and waited for, as NCCL's
+        in_order: True if all steps of an all-reduce are started at once and waited for, as NCCL's
             stream does.
     """
 
@@ -95,7 +95,7 @@ class NCCLChannel:
 
     def __init__(self, gloo: "GlooGroup", group: dist.ProcessGroup, device: torch.device):
         self._gloo, self._group = gloo, group
-        # NCCL connects all processes in the first operation, in which all must take part.
+        # NCCL connects all processes in the first operation, so that all must take part.
         dist.all_reduce(torch.zeros(1, device=device), group=group)
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from powergossip.errors import BadInput
 from powergossip.network.processes import Processes
 
-_START = timedelta(minutes=10)  # in which all processes must have started
+_START = timedelta(minutes=10)  # within this time, all processes must have started
 _made: tuple[int, int, str] | None = None  # rank, size, backend of the default group, if made here
 
 
@@ -79,7 +79,7 @@ def end() -> None:
 
 
 def _store(processes: Processes) -> dist.TCPStore:
-    """The store in which processes find each other's addresses; process 0 serves it."""
+    """The store where processes find each other's addresses; process 0 serves it."""
     store = None
     address = "", 0
     if processes.rank == 0:
@@ -93,7 +93,7 @@ def _store(processes: Processes) -> dist.TCPStore:
 
 def address_towards(host: str) -> str:
     """This host's address as another host sees it. 192.0.2.1, an address for documentation, finds
-    that of the default route."""
+    the default route's."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((host, 9))  # nothing is sent
@@ -105,7 +105,7 @@ def address_towards(host: str) -> str:
 def use_interface_to(host: str) -> None:
     """Make gloo use the network interface that leads to a host, unless GLOO_SOCKET_IFNAME is set.
 
-    By itself it uses the address of this host's name, which is often that of no network.
+    By itself it uses the address of this host's name, which often belongs to no network.
     """
     if not host or "GLOO_SOCKET_IFNAME" in os.environ:
         return

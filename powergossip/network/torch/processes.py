@@ -53,8 +53,8 @@ class GroupProcesses(Processes):
     """The processes of a group of torch.distributed. All its members construct it.
 
     Args:
-        backend: gloo, nccl, or auto: NCCL where every process has a GPU of its own. It applies to
-            tensors on GPUs. Those on the CPU use gloo.
+        backend: gloo, nccl, or auto: NCCL where every process has its own GPU. It applies to
+            tensors on GPUs. Tensors on the CPU use gloo.
 
     Attributes:
         gloo: Group of the messages.
@@ -160,7 +160,7 @@ class GroupProcesses(Processes):
         return self._nccl
 
     def _uses_nccl(self, device: torch.device) -> bool:
-        """Whether messages of this device use NCCL. The same in all processes.
+        """True if messages of this device use NCCL. The same in all processes.
 
         Raises BadInput if backend=nccl and processes have GPUs in common.
         """
@@ -271,8 +271,8 @@ class ReplicaProcesses(GroupProcesses):
         return self.rank == self._shards.rank == 0
 
     def everywhere(self, value: T) -> list[T]:
-        of_shards = self._shards.gather(self.gather(value))
-        return [of_process for replica in zip(*of_shards, strict=True) for of_process in replica]
+        gathered = self._shards.gather(self.gather(value))
+        return [found for replica in zip(*gathered, strict=True) for found in replica]
 
 
 def torch_group(processes: Processes, device: torch.device) -> dist.ProcessGroup:

@@ -1,4 +1,4 @@
-"""Executions in which every worker takes its steps at its own time."""
+"""Executions where every worker takes its steps at its own time."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -139,7 +139,7 @@ class AcrossProcesses(Execution):
             event_log.write(own, lines_of(self.run) + views * self.clock.survives)
 
     def end(self, last: Callable[[], None]) -> None:
-        """The first process that is left calls it. If that is lost meanwhile, the next one does."""
+        """The first surviving process calls it. If that is lost meanwhile, the next one does."""
         done = False
         while not done:
             first = self.links.group.rank == 0

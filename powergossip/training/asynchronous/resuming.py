@@ -81,7 +81,7 @@ class Restart:
         }
 
     def evaluated(self) -> dict[str, Any]:
-        """The state for an evaluation of the workers that are left, with zeros for the others."""
+        """The state for an evaluation of the remaining workers, with zeros for the others."""
         assert len(self._start.workers) == self._before
         zeros = map_tensors(torch.zeros_like, next(iter(self._rows.values())))
         models = [self._rows.get(worker, zeros) for worker in range(self._before)]

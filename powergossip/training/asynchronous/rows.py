@@ -10,10 +10,9 @@ _KEPT = 2  # evaluated epochs
 
 
 class SharedRows(Rows):
-    """Rows that all processes know. If process 0 is lost, the first one that is left takes over.
-
-    It has the rows of the last epochs, of which some may not have been written. Bits and messages
-    are then those of its own first worker.
+    """Rows that all processes know. If process 0 is lost, the first surviving one takes over. It
+    has the rows of the last epochs, some of which may not have been written. Bits and messages then
+    count its own first worker.
     """
 
     def __init__(self, hooks: Hooks, network: Network, seconds: Callable[[], float]):

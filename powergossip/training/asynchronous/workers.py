@@ -61,7 +61,7 @@ class EdgeWorkers:
     # --- For a clock ---
 
     def make(self, index: int, view: View, steps: int) -> Worker:
-        """A worker that begins after a number of steps, see events.clock.Make."""
+        """A worker that begins after a number of steps, see events.joining.Make."""
         self._begin_epoch(index, view)
         rule = self._make_rule(index, steps)
         assert self._exchanges is not None
@@ -72,7 +72,7 @@ class EdgeWorkers:
     def compute(self, worker: int, steps: int) -> None:
         """The gradient of a worker's next step, and the learning rate of its update.
 
-        See events.clock.Compute.
+        See events.joining.Compute.
         """
         epoch, step = divmod(steps, self.steps_per_epoch)
         if step == 0:
@@ -120,7 +120,7 @@ class EdgeWorkers:
         """The metrics of an epoch, each [worker].
 
         They are the means of a worker's batches since the last call, times the steps of an epoch.
-        A worker without a step in the meantime has those of the last epoch.
+        A worker without a step in the meantime keeps its means of the last epoch.
         """
         for name, pairs in self._sums.items():
             # A worker without a step has its last value, or at first the mean of the others.
