@@ -60,10 +60,9 @@ EXAMPLES = {
     "gossip.py": Shown(
         MEAN_MODEL,
         alone=r"^sent by each worker: 0\.0 kB$",
-        # 240 steps, two neighbors, 4 bytes per element: one side of each matrix per step, in
-        # turns, and all biases:
-        # 2 · 4 · (120 · (64 + 128 + 128 + 128 + 128 + 10) + 240 · (128 + 128 + 10))
-        together=r"^sent by each worker: 1073\.3 kB$",
+        # 240 steps, two neighbors, 4 bytes per element: both sides of each matrix, and all biases:
+        # 2 · 4 · 240 · (64 + 128 + 128 + 128 + 128 + 10 + 128 + 128 + 10)
+        together=r"^sent by each worker: 1635\.8 kB$",
     ),
     "gpt.py": Shown(
         MEAN_MODEL,
@@ -77,26 +76,26 @@ EXAMPLES = {
     "ddp_hook.py": Shown(
         MEAN_MODEL,
         alone=r"^sent by each worker: 0\.0 kB$",
-        together=r"^sent by each worker: 1073\.3 kB$",  # as gossip.py
+        together=r"^sent by each worker: 1635\.8 kB$",  # as gossip.py
         slow=True,
     ),
     "huggingface_module.py": Shown(
         MEAN_MODEL,
         alone=r"^sent by each worker: 0\.0 kB$",
-        together=r"^sent by each worker: 536\.6 kB$",  # as gossip.py, with 2 bytes per element
+        together=r"^sent by each worker: 817\.9 kB$",  # as gossip.py, with 2 bytes per element
         slow=True,
     ),
     "model_averager.py": Shown(
         MEAN_MODEL,
         alone=r"^sent by each worker: 0\.0 kB$",
-        together=r"^sent by each worker: 268\.3 kB$",  # gossip.py in every fourth step
+        together=r"^sent by each worker: 409\.0 kB$",  # gossip.py in every fourth step
         slow=True,
     ),
     "plain_loop.py": Shown(
         MEAN_MODEL,
         alone=r"^sent by each worker: 0\.0 kB$",
-        # 20 · 11 steps: 2 · 4 · (110 · (64 + 128 + 128 + 10) + 220 · (128 + 128 + 128 + 10))
-        together=r"^sent by each worker: 983\.8 kB$",
+        # 20 · 11 steps: 2 · 4 · 220 · (64 + 128 + 128 + 10 + 128 + 128 + 128 + 10)
+        together=r"^sent by each worker: 1274\.2 kB$",
         slow=True,
     ),
 }

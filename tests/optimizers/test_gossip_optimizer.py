@@ -906,7 +906,7 @@ def test_a_model_may_be_loaded_before_or_after_the_optimizer_is_made(loaded: str
 
 
 def test_a_group_may_be_added_before_the_first_step_with_a_loaded_state() -> None:
-    model, optimizer = wrapped(OPTIMIZERS["momentum"], "dpsgd", processes=ALONE)
+    model, optimizer = wrapped(OPTIMIZERS["momentum"], "dpsgd", process_group=ALONE)
     run(model, optimizer, range(2), worker=0)
     optimizer.load_state_dict(optimizer.state_dict())
     optimizer.add_param_group({"params": nn.Linear(2, 2).parameters()})
