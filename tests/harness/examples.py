@@ -19,7 +19,7 @@ class Shown:
 
 
 # 20 · 11 steps: 2 · 4 · (110 · (64 + 128 + 128 + 10) + 220 · (128 + 10))
-OF_A_TRAINER = r"^sent by each worker: 533\.3 kB$"
+OF_A_TRAINER = r"^sent by each worker: 823\.7 kB$"
 
 
 MEAN_MODEL = r"accuracy of the mean model: (\d+\.\d)%"
