@@ -18,7 +18,7 @@ class Shown:
     needs: str | None = None  # a package of the extra `trainers`
 
 
-# 20 · 11 steps: 2 · 4 · (110 · (64 + 128 + 128 + 10) + 220 · (128 + 10))
+# 20 · 11 steps: 2 · 4 · 220 · (64 + 128 + 128 + 10 + 128 + 10)
 OF_A_TRAINER = r"^sent by each worker: 823\.7 kB$"
 
 
