@@ -32,6 +32,7 @@ import train
 from powergossip import presets
 from powergossip.runs import configuration
 from tests.harness import compared_runs, launch
+from tests.harness.selection import imported
 
 PACKAGE = launch.ROOT / "powergossip"
 TOP_LEVEL = {"algorithms", "compressors", "gossip_run", "topologies", "train"}
@@ -82,19 +83,6 @@ MAY_IMPORT = {
     "benchmark": RUNS | {"compare", "prediction", "runner", "runs", "tasks", "training"},
 }
 MODULES = {file.relative_to(PACKAGE).as_posix(): file for file in PACKAGE.rglob("*.py")}
-
-
-def imported(file: Path) -> set[str]:
-    """The modules that a file imports, anywhere in it; `from a import b` gives a and a.b."""
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.Import):
-            found |= {name.name for name in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, "absolute imports only"
-            assert node.module is not None
-            found |= {node.module, *(f"{node.module}.{name.name}" for name in node.names)}
-    return found
 
 
 TESTS = {
@@ -163,9 +151,10 @@ def test_private_names_are_found(text: str, names: set[str]) -> None:
     assert private_names(ast.parse(text)) == names
 
 
-@pytest.mark.parametrize("name", TESTS)
-def test_tests_know_public_names_only(name: str) -> None:
-    assert private_names(ast.parse(TESTS[name].read_text())) <= PRIVATE.get(name, set())
+def test_tests_know_public_names_only() -> None:
+    for name, file in TESTS.items():
+        found = private_names(ast.parse(file.read_text()))
+        assert found <= PRIVATE.get(name, set()), name
 
 
 def part_of(module: str) -> str:
@@ -173,18 +162,17 @@ def part_of(module: str) -> str:
     return module.split(".")[1]
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_imports_point_one_way(name: str) -> None:
-    modules = imported(MODULES[name])
-    driven = {"train"} if name == "benchmark/program.py" else set()
-    assert {module.partition(".")[0] for module in modules} & TOP_LEVEL == driven
-    assert {module.partition(".")[0] for module in modules} & {"experiments", "tests"} == set()
-    if name == "__init__.py":
-        return
-    part = name.partition("/")[0].removesuffix(".py")
-    parts = {part_of(module) for module in modules if module.startswith("powergossip.")}
+def test_imports_point_one_way() -> None:
     known = {entry.stem if entry.suffix == ".py" else entry.name for entry in PACKAGE.iterdir()}
-    assert (parts & known) - MAY_IMPORT[part] - {part} == set()
+    for name, file in MODULES.items():
+        modules = imported(file)
+        driven = {"train"} if name == "benchmark/program.py" else set()
+        outside = {module.partition(".")[0] for module in modules}
+        assert outside & {*TOP_LEVEL, "experiments", "tests"} == driven, name
+        part = name.partition("/")[0].removesuffix(".py")
+        parts = {part_of(module) for module in modules if module.startswith("powergossip.")}
+        if name != "__init__.py":
+            assert (parts & known) - MAY_IMPORT[part] - {part} == set(), name
 
 
 def test_no_modules_import_each_other() -> None:
