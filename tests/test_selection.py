@@ -54,7 +54,11 @@ def test_files_that_start_programs_are_known_by_their_imports() -> None:
     [
         ("powergossip.compare.page", ["compare/test_compare_page"], ["network/test_network"]),
         # by a program that the test starts
-        ("powergossip.training.trainer", ["training/test_failures"], ["topologies/test_topologies"]),
+        (
+            "powergossip.training.trainer",
+            ["training/test_failures"],
+            ["topologies/test_topologies"],
+        ),
         ("powergossip.mpi_check", ["package/test_streams"], ["algorithms/test_algorithms"]),
         ("tests.harness.quadratics", ["algorithms/test_outer"], ["algorithms/test_algorithms"]),
         ("powergossip.topologies", ["topologies/test_topologies", "algorithms/test_dgc"], []),

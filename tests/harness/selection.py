@@ -71,7 +71,9 @@ def name_of(file: Path) -> str:
 @functools.cache
 def modules() -> dict[str, Path]:
     listed = subprocess.check_output(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py"], cwd=ROOT, text=True
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py"],
+        cwd=ROOT,
+        text=True,
     )
     files = [ROOT / line for line in listed.splitlines() if (ROOT / line).exists()]
     return {name_of(file): file for file in files}
@@ -91,7 +93,11 @@ def needed(name: str) -> frozenset[str]:
         objects = {m for m in found if m.startswith("powergossip.") and m not in modules()}
         own -= set() if any(m.count(".") == 1 for m in objects) else {"powergossip"}
     if file.name.startswith("test_") and starts_programs(text):
-        own |= {"train", "gossip_run", *re.findall(r"powergossip(?:\.\w+)+", text)} & modules().keys()
+        own |= {
+            "train",
+            "gossip_run",
+            *re.findall(r"powergossip(?:\.\w+)+", text),
+        } & modules().keys()
     packages = {".".join(module.split(".")[:n]) for module in own for n in range(2, 5)}
     return frozenset((own | packages) & modules().keys())
 

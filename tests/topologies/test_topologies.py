@@ -42,7 +42,8 @@ DIRECTED = {
     "one-peer-equi",
     "epidemic",
 }
-SIZES = (1, 2, 3, 4, 5, 8, 12, 16, 32)
+SIZES = (1, 2, 3, 4, 5, 8)
+LARGER = (12, 16, 32)
 
 
 def accepts(name: str, n_workers: int) -> bool:
@@ -51,7 +52,10 @@ def accepts(name: str, n_workers: int) -> bool:
     return name != "hypercube" or n_workers & (n_workers - 1) == 0
 
 
-REGISTERED = [(name, n) for name in TOPOLOGIES for n in SIZES if accepts(name, n)]
+REGISTERED = [
+    *((name, n) for name in TOPOLOGIES for n in SIZES if accepts(name, n)),
+    ("social-network", 32),
+]
 
 
 def matrices(topology: Topology) -> list[np.ndarray]:
@@ -85,6 +89,12 @@ def connected_graphs(draw: st.DrawFn) -> nx.Graph:
 
 
 # Laws over the registry
+
+
+@pytest.mark.parametrize("name", TOPOLOGIES)
+def test_larger_topologies_mix(name: str) -> None:
+    for n in filter(lambda n: accepts(name, n), LARGER):
+        test_registered_topologies_mix(name, n)
 
 
 @pytest.mark.parametrize(("name", "n"), REGISTERED)
