@@ -341,7 +341,7 @@ def test_a_correction_is_an_average_of_differences(given: Any, alpha: float) -> 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("alpha", "rounds"), [(0.3, 700), (0.1, 1500)])
+@pytest.mark.parametrize(("alpha", "rounds"), [(0.3, 700), (0.1, 2000)])
 @pytest.mark.parametrize("averaging", ["plain", "power-gossip"])
 def test_slower_corrections_have_the_same_fixed_point(
     averaging: str, alpha: float, rounds: int
