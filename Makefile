@@ -68,7 +68,7 @@ test: setup ## the tests, in minutes: laws, programs, and 2 and 4 MPI processes
 	@$(call run_tests,parallel[match] and not slow)
 
 test-quick: setup ## laws of every registry, no MPI processes, programs or long tests: while you work
-	@$(activate) && $(test_environment) && $(pytest_on_all_cores) --quick -m 'parallel[match]'
+	@$(activate) && $(test_environment) && $(pytest_on_all_cores) --quick -m 'parallel[match]' $(chosen)
 
 test-changed: setup ## those for one process that import what differs from SINCE=HEAD: while you work
 	@$(activate) && $(test_environment) && \

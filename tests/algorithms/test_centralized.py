@@ -62,6 +62,7 @@ def test_every_aggregation_is_tested() -> None:
     assert {*EVERYTHING, "signsgd", "demo"} == set(COMPRESSING) == set(AGGREGATIONS)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", EVERYTHING)
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_without_compression_it_is_sgd_on_the_mean_gradient(name: str, nesterov: bool) -> None:
@@ -86,6 +87,7 @@ def test_without_compression_it_is_sgd_on_the_mean_gradient(name: str, nesterov:
     assert (x.detach() - start).norm() > 0.05 * start.norm(), "it has moved"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("name", COMPRESSING)
 def test_workers_of_a_process_stay_equal_to_the_bit(name: str, n: int) -> None:

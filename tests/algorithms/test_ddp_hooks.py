@@ -378,6 +378,7 @@ def test_sizes_by_hand() -> None:
 # Checkpoints.
 
 
+@pytest.mark.long
 @pytest.mark.parallel([1, 4])
 @pytest.mark.parametrize("hook", HOOKS)
 @pytest.mark.parametrize("warm_start", [True, False])

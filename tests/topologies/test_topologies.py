@@ -498,6 +498,7 @@ def test_one_peer_exponential_is_exact_for_powers_of_two(n: int) -> None:
     assert topology.averages_exactly == (n & (n - 1) == 0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("k", range(1, 6))
 def test_base_graphs_average_any_number_exactly(k: int) -> None:
     for n in range(1, 41):
@@ -641,6 +642,7 @@ def test_large_periods_equal_dense_ones(name: str, n: int, monkeypatch: pytest.M
     assert exact == (name == "base-graph" or (name == "one-peer-exponential" and n == 64))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "options"),
     [
