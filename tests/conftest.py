@@ -205,7 +205,9 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """No test for this number of processes is no failure under mpirun."""
+    """No test for this number of processes is no failure under mpirun, nor no change."""
     launch.end_fork_server()
-    if MPI.COMM_WORLD.size > 1 and session.exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
+    if session.exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and (
+        MPI.COMM_WORLD.size > 1 or session.config.getoption("--since")
+    ):
         session.exitstatus = pytest.ExitCode.OK
