@@ -2,7 +2,7 @@
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup train language test test-quick test-all fuzz check trackers trainers release bench gpu-check \
+.PHONY: help setup train language test test-quick test-changed test-scripts test-all fuzz check trackers trainers release bench gpu-check \
 	docs docs-serve clean
 
 # processes of `make train`, and what is handed on to it:  make train NP=4 ARGS="topology=torus seed=2"
@@ -13,6 +13,8 @@ FT ?=
 # Python with torch, and a folder of wheels, of `make gpu-check`
 PYTHON ?= $(shell command -v python3 || command -v python)
 WHEELS ?=
+# commit of `make test-changed`
+SINCE ?= HEAD
 # length of `make fuzz`, in seconds
 SECONDS ?= 60
 # port of `make docs-serve`
@@ -21,20 +23,24 @@ PORT ?= 8000
 activate := source .venv/bin/activate
 
 # Tests: first all for one process, on all cores; then those for several, under one mpirun each.
-process_counts := 2 4 8
+PROCESSES ?= 2 4
 # Some are repeated with torch.distributed in place of MPI. (PyTorch's hooks use it in any case, and
 # tests/optimizers/test_training_loops.py has every optimizer in a process group.)
+GLOO ?= 2
 of_torch_distributed := algorithms gossip_optimizer layouts network torchrun
+# Tests of scripts and documents are a target of their own.
+scripts := $(addprefix tests/,benchmarks docs environment experiments)
+chosen := $(addprefix --ignore=,$(scripts))
 pytest_on_all_cores := python -m pytest -n auto --maxprocesses 8 --dist worksteal
 # Bytecode is kept, or every process would compile the tests again.
 test_environment := export OMP_NUM_THREADS=1; unset PYTHONDONTWRITEBYTECODE; { [ -t 1 ] || export PY_COLORS=0; }
 run_tests = $(activate) && $(test_environment) && failed= && \
-	{ $(pytest_on_all_cores) -m '$(1)' || failed=1; } && \
-	for n in $(process_counts); do \
+	{ $(pytest_on_all_cores) -m '$(1)' $(chosen) || failed=1; } && \
+	for n in $(PROCESSES); do \
 		echo "── $$n MPI processes ──"; \
-		mpirun -np $$n python -m pytest -q -m '$(1)' || failed="$$failed $$n"; \
+		mpirun -np $$n python -m pytest -q -m '$(1)' $(chosen) || failed="$$failed $$n"; \
 	done && \
-	for n in 2 4; do \
+	for n in $(GLOO); do \
 		echo "── $$n processes of torch.distributed ──"; \
 		mpirun -np $$n python -m pytest -q -m '$(1)' --transport gloo \
 			$(patsubst %,tests/*/test_%.py,$(of_torch_distributed)) || \
@@ -58,15 +64,27 @@ language: setup ## a GPT of a million parameters in rounds, 4 processes, some mi
 		optimizer=power-gossip optimizer_num_iterations=8 learning=diloco local_steps=30 \
 		task_options.sample="def " $(ARGS)
 
-test: setup ## the tests, in minutes: laws, programs, and 2, 4 and 8 MPI processes
+test: setup ## the tests, in minutes: laws, programs, and 2 and 4 MPI processes
 	@$(call run_tests,parallel[match] and not slow)
 
 test-quick: setup ## laws of every registry, no MPI processes, programs or long tests: while you work
-	@$(activate) && $(test_environment) && $(pytest_on_all_cores) --quick -m 'parallel[match]'
+	@$(activate) && $(test_environment) && $(pytest_on_all_cores) --quick -m 'parallel[match]' $(chosen)
 
-test-all: process_counts += 3
+test-changed: setup ## those for one process that import what differs from SINCE=HEAD: while you work
+	@$(activate) && $(test_environment) && \
+	$(pytest_on_all_cores) --since '$(SINCE)' -m 'parallel[match] and not slow' $(chosen)
+
+test-scripts: PROCESSES := 2
+test-scripts: GLOO :=
+test-scripts: chosen := $(scripts)
+test-scripts: setup ## the tests of experiments, benchmarks, documents, images and scripts
+	@$(call run_tests,parallel[match] and not slow)
+
+test-all: PROCESSES += 3 8
+test-all: GLOO += 4
 test-all: of_torch_distributed += dgc error_feedback gossip_hook model_averager powersgd sign_sgd \
 	training_loops
+test-all: chosen :=
 test-all: setup trackers trainers release ## all tests, also every case of the long tables: before a release
 	@$(call run_tests,parallel[match])
 

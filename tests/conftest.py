@@ -3,8 +3,9 @@
 `make test` runs the tests for one process, then for each N those for N processes under one
 `mpirun -np N python -m pytest -m 'parallel[match]'`, which reads only the files that have some.
 A plain `pytest` runs everything too: mpi-pytest then starts mpirun for each parallel test, which
-takes longer. `pytest --quick` leaves out files that start programs, and long tests. `--transport
-gloo` repeats the tests for several processes with torch.distributed in place of MPI.
+takes longer. `pytest --quick` leaves out files that start programs, and long tests; `--since HEAD`
+files that import nothing that has changed. `--transport gloo` repeats the tests for several
+processes with torch.distributed in place of MPI.
 """
 
 import ctypes
@@ -124,6 +125,8 @@ def rejection(
 def pytest_addoption(parser: pytest.Parser) -> None:
     help = "leave out the files whose tests start programs, and tests marked slow or long"
     parser.addoption("--quick", action="store_true", help=help)
+    help = "only files that import, directly or not, what differs from this commit"
+    parser.addoption("--since", metavar="COMMIT", help=help)
     help = "what connects the processes under mpirun: mpi, or gloo of torch.distributed"
     parser.addoption("--transport", default="mpi", choices=("mpi", "gloo"), help=help)
 
@@ -136,7 +139,8 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Under mpirun, files without a test for this number of processes are not even imported."""
+    """Files are not even imported without a test for this number of processes under mpirun, or
+    that --quick or --since leave out."""
     if collection_path.suffix != ".py" or not collection_path.name.startswith("test_"):
         return None
     text = collection_path.read_text()
@@ -144,6 +148,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if size > 1 and size not in selection.process_counts(text):
         return True
     if config.getoption("--quick") and selection.starts_programs(text):
+        return True
+    since = config.getoption("--since")
+    if since and not selection.is_reached(collection_path, selection.changed(since)):
         return True
     return None
 
@@ -198,7 +205,9 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """No test for this number of processes is no failure under mpirun."""
+    """No test for this number of processes is no failure under mpirun, nor no change."""
     launch.end_fork_server()
-    if MPI.COMM_WORLD.size > 1 and session.exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
+    if session.exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and (
+        MPI.COMM_WORLD.size > 1 or session.config.getoption("--since")
+    ):
         session.exitstatus = pytest.ExitCode.OK

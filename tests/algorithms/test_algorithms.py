@@ -234,6 +234,7 @@ def test_the_bits_are_those_of_copied_messages(
     assert (shared[1] != 0).any(0).all()  # no element is left out
 
 
+@pytest.mark.long
 @BOTH
 def test_messages_within_a_process_take_no_memory(dtype: torch.dtype) -> None:
     network = Network(topologies.make("fully-connected", 8), ALONE, dtype=dtype)

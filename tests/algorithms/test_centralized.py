@@ -49,6 +49,7 @@ COMPRESSING: dict[str, dict[str, Any]] = {
 # Those with a residual, with their options.
 RESIDUALS: list[tuple[str, dict[str, Any]]] = [
     ("powersgd", {"rank": 1}),
+    ("powersgd", {"rank": 2, "num_iterations": 3}),
     ("dgc", {"keep_ratio": 0.03}),
     ("dgc", {"keep_ratio": 0.03, "int32_indices": False}),
     ("sparse-loco", {"kept": 8, "bits": 4, "error_decay": 1.0}),
@@ -61,6 +62,7 @@ def test_every_aggregation_is_tested() -> None:
     assert {*EVERYTHING, "signsgd", "demo"} == set(COMPRESSING) == set(AGGREGATIONS)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", EVERYTHING)
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_without_compression_it_is_sgd_on_the_mean_gradient(name: str, nesterov: bool) -> None:
@@ -85,6 +87,7 @@ def test_without_compression_it_is_sgd_on_the_mean_gradient(name: str, nesterov:
     assert (x.detach() - start).norm() > 0.05 * start.norm(), "it has moved"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("name", COMPRESSING)
 def test_workers_of_a_process_stay_equal_to_the_bit(name: str, n: int) -> None:
@@ -132,7 +135,7 @@ def rule(
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", EVERYTHING)
-@pytest.mark.parametrize(("nesterov", "steps"), [(False, 3000), (True, 300)])
+@pytest.mark.parametrize(("nesterov", "steps"), [(False, 600), (True, 300)])
 def test_weight_decay_is_not_compressed(name: str, nesterov: bool, steps: int) -> None:
     """Without gradients, x follows torch's SGD with momentum and weight decay."""
     sgd, parameters = rule(name, weight_decay=1e-3, nesterov=nesterov)

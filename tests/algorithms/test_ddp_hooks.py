@@ -134,8 +134,7 @@ def test_before_compression_starts_it_is_all_reduce_sgd(hook: str) -> None:
 
 @pytest.mark.parallel([4])
 @pytest.mark.parametrize("hook", HOOKS)
-@pytest.mark.parametrize("warm_start", [True, False])
-@pytest.mark.parametrize("model", [mlp, wide])
+@pytest.mark.parametrize(("model", "warm_start"), [(mlp, True), (wide, False)])
 def test_workers_stay_together_and_learn(
     hook: str, warm_start: bool, model: Callable[[], nn.Module]
 ) -> None:
@@ -378,7 +377,8 @@ def test_sizes_by_hand() -> None:
 # Checkpoints.
 
 
-@pytest.mark.parallel([1, 4])
+@pytest.mark.long
+@pytest.mark.parallel([1, 2])
 @pytest.mark.parametrize("hook", HOOKS)
 @pytest.mark.parametrize("warm_start", [True, False])
 @pytest.mark.parametrize("at", [2, 5])

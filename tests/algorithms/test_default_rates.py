@@ -62,6 +62,7 @@ def test_no_default_diverges(rule: str, compressor: str) -> None:
         assert result.holds, result
 
 
+@pytest.mark.long
 def test_no_default_diverges_on_a_directed_graph() -> None:
     """All rules and compressors that it accepts."""
     accepted = default_rates.cases(["directed ring 8"])

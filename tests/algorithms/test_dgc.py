@@ -47,26 +47,6 @@ def matrices(layout: Layout) -> list[slice]:
 # --- The mean ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("nesterov", [False, True])
-@pytest.mark.parametrize("n_workers", [1, 3])
-def test_a_fraction_of_1_is_sgd_with_momentum_on_the_mean_gradient(
-    n_workers: int, nesterov: bool
-) -> None:
-    layout = Layout(SHAPES)
-    network, a = aggregation(n_workers, compress_ratio=1, momentum=0.8, nesterov=nesterov)
-    x = torch.zeros(layout.size)
-    theirs = nn.Parameter(torch.zeros(layout.size))
-    sgd = torch.optim.SGD([theirs], lr=0.1, momentum=0.8, nesterov=nesterov)
-    for t in range(50):
-        gradient = gradients(n_workers, layout, t) + 0.3 * x
-        theirs.grad = gradient.mean(0)
-        sgd.step()
-        x -= 0.1 * step(network, a, gradient)[0]
-    assert (x - theirs.detach()).norm() < 1e-5 * theirs.detach().norm()
-    n = n_workers
-    assert network.bits.tolist() == [50 * round(2 * (n - 1) * 32 * layout.size / n)] * n
-
-
 @pytest.mark.parametrize("n_workers", [1, 3])
 def test_a_fraction_of_1_in_16_bits_loses_nothing(n_workers: int) -> None:
     """Rounding errors, and values beyond the range, are sent later. All means are finite."""
@@ -497,9 +477,6 @@ def test_the_fraction_is_that_of_the_epoch() -> None:
     ):
         a.at_epoch(epoch)
         assert (step(network, a, gradients(1, layout, int(epoch))) != 0).sum() == expected
-
-
-# --- State ---------------------------------------------------------------------------------------
 
 
 # --- In several processes ------------------------------------------------------------------------

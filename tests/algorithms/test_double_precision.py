@@ -55,6 +55,7 @@ def test_the_mean_is_kept_to_double_precision(name: str, options: dict[str, Any]
     torch.testing.assert_close(x.mean(0), before, atol=1e-13, rtol=0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "options"), [c for c in EVERY if c[0] not in NOISY], ids=label)
 def test_workers_agree_better_than_in_single_precision(name: str, options: dict[str, Any]) -> None:
     layout, network = Layout(SHAPES), ring()
@@ -96,6 +97,7 @@ def test_the_default_dtype_of_torch_has_no_effect(
     assert torch.equal(*found)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("default_restored")
 @pytest.mark.parametrize("name", [*AVERAGING, *AGGREGATIONS])
 def test_nor_has_it_an_effect_on_models_and_data_of_the_library(name: str) -> None:
@@ -221,6 +223,7 @@ def stepped(run: Trainer, first: int, last: int) -> Tensor:
     return run.parameters.x
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("module")
 @pytest.mark.parametrize("name", CASES)
 def test_a_model_in_double_precision_is_trained_in_it(name: str) -> None:

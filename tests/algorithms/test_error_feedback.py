@@ -14,10 +14,7 @@ from powergossip.compressors import COMPRESSORS, Codec, Compressor, Identity, To
 from powergossip.network import Network, Processes, processes
 from powergossip.optimizers import error_feedback as loop
 from powergossip.parameters import Layout
-from powergossip.training.config_checks import checked
-from powergossip.training.trainer import Trainer
 from tests.harness.loops import backward, gradients, model, step, vector
-from tests.harness.training import after_steps, configured
 
 SHAPES = [(6, 5), (7,), (2, 3, 4), (), (6, 5), (3, 40)]
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -53,25 +50,6 @@ def momenta(options: dict[str, Any], seen: list[Tensor]) -> Iterator[Tensor]:
     for g in seen:
         u = m * u + g
         yield g + m * u if options.get("nesterov") else u
-
-
-@pytest.mark.parametrize("name", COMPRESSORS)
-@pytest.mark.parametrize("options", MOMENTA)
-def test_errors_and_updates_sum_to_what_was_computed(name: str, options: dict[str, Any]) -> None:
-    """Σ η_t mean_t + η_T (mean error) = Σ η_t (mean of the momenta), while η changes."""
-    network, a = aggregation(3, made(name), **options)
-    layout = Layout(SHAPES)
-    seen = [gradients(3, layout, t) for t in range(len(RATES))]
-    updates = []
-    for g, rate in zip(seen, RATES, strict=True):
-        a.at_learning_rate(rate)
-        updates.append(step(network, a, g.clone())[0].double())
-    computed = [u.double().mean(0) for u in momenta(options, seen)]
-    error = a.state_dict()["error"].double().mean(0)
-    applied = sum(rate * u for rate, u in zip(RATES, updates, strict=True)) + RATES[-1] * error
-    expected = sum(rate * u for rate, u in zip(RATES, computed, strict=True))
-    torch.testing.assert_close(applied, expected, rtol=1e-5, atol=1e-5)
-    assert (error == 0).all() == (name == "identity")
 
 
 @pytest.mark.parametrize("name", COMPRESSORS)
@@ -248,71 +226,6 @@ def test_each_tensor_may_have_a_learning_rate() -> None:
         found = errors(*rates)
         torch.testing.assert_close(found[0], factors[0] * one)
         torch.testing.assert_close(found[1], factors[1] * two)
-
-
-# --- train.py -------------------------------------------------------------------------------------
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("nesterov", [True, False])
-def test_momentum_before_an_identity_is_sgd(nesterov: bool) -> None:
-    common: dict[str, Any] = {"nesterov": nesterov, "weight_decay": 0.01}
-    expected = after_steps(20, optimizer="all-reduce", **common)
-    found = after_steps(
-        20,
-        optimizer="ef-sgd",
-        optimizer_compressor="identity",
-        optimizer_momentum_before_compression=True,
-        **common,
-    )
-    x, y = expected.parameters.x, found.parameters.x
-    assert (x - y).norm() < 1e-5 * x.norm()
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("name", "before"),
-    [
-        ("top-k", False),
-        ("top-k", True),
-        ("random-block", False),
-        *(pytest.param(n, False, marks=pytest.mark.slow) for n in ("random-k", "svd", "qsgd")),
-    ],
-)
-def test_every_compressor_learns(name: str, before: bool) -> None:
-    """Across a change of the learning rate. The accuracy of a guess is 0.1."""
-    run = after_steps(
-        100,
-        optimizer="ef-sgd",
-        optimizer_compressor=name,
-        optimizer_keep_ratio=0.3 if "-" in name else None,
-        optimizer_levels=40 if name == "qsgd" else None,
-        optimizer_momentum_before_compression=before,
-        lr_schedule_milestones=[[3.0, 0.5]],
-    )
-    x = run.parameters.x
-    assert (x == x[0]).all()
-    accuracy = run.task.evaluate(run.parameters.models[0])
-    assert accuracy["accuracy"] > 0.6 * accuracy["count"]
-
-
-@pytest.mark.parametrize(
-    ("changes", "key"),
-    [
-        ({"optimizer_compressor": "top-l"}, 'compressor "top-l"'),
-        ({"optimizer_compressor": "top-k", "optimizer_keep_ratio": 0.0}, "optimizer_keep_ratio=0"),
-        ({"optimizer_compressor": "random-k", "optimizer_rank": 0}, "optimizer_rank=0"),
-        ({"optimizer_compressor": "qsgd", "optimizer_levels": 200}, "optimizer_levels=200"),
-        ({"optimizer_min_compression_rate": 0.5}, "optimizer_min_compression_rate=0.5"),
-        (
-            {"optimizer_momentum_before_compression": True, "local_optimizer": "adamw"},
-            "local_optimizer=adamw",
-        ),
-    ],
-)
-def test_bad_input_names_the_key(changes: dict[str, Any], key: str) -> None:
-    with pytest.raises(ValueError, match=key):
-        Trainer(checked(configured(optimizer="ef-sgd", **changes), Processes()), Processes())
 
 
 # --- A loop of your own ---------------------------------------------------------------------------

@@ -49,26 +49,6 @@ def aggregation(
     return network, Aggregation(network, Layout(shapes), PowerSGDConfig(**defaults | options))
 
 
-@pytest.mark.parametrize("n_workers", [1, 3])
-@pytest.mark.parametrize("rank", [1, 2, 3])
-@pytest.mark.parametrize("num_iters", [1, 2, 3])
-def test_the_means_and_the_errors_sum_to_the_gradients(
-    n_workers: int, rank: int, num_iters: int
-) -> None:
-    """Σ_t mean_t + mean_i e_i = Σ_t mean_i g_i: error feedback loses nothing."""
-    network, a = aggregation(n_workers, rank=rank, num_iters_per_step=num_iters)
-    layout = Layout(SHAPES)
-    error = torch.zeros(n_workers, layout.size)
-    applied, given = torch.zeros(layout.size), torch.zeros(layout.size)
-    for t in range(40):
-        fresh = gradients(n_workers, layout, t)
-        given += fresh.mean(0)
-        error += fresh
-        applied += step(network, a, error)[0]
-    assert (applied + error.mean(0) - given).norm() < 1e-4 * given.norm()
-    assert 0 < error.mean(0).norm() < 20 * given.norm()
-
-
 @pytest.mark.parametrize("n_workers", [1, 4])
 def test_full_rank_with_two_half_iterations_is_all_reduce(n_workers: int) -> None:
     """The half-iteration from a basis of the shorter side leaves no error."""

@@ -9,15 +9,14 @@ from tests.harness import fuzz
 from tests.harness.fuzz_cases import Case, draw, read
 
 FAULTS = sorted(Path(__file__).with_name("faults").glob("*.yaml"))
-FAST = ("lost_before_the_first_and_after_the_last_step",)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("driver", "seeds"),
     [
-        ("virtual", range(8)),
-        pytest.param("virtual", range(8, 80), marks=pytest.mark.slow),
+        ("virtual", range(4)),
+        pytest.param("virtual", range(4, 80), marks=pytest.mark.slow),
         pytest.param("processes", range(20), marks=pytest.mark.slow),
         pytest.param("publishing", range(10), marks=pytest.mark.slow),
     ],
@@ -33,14 +32,8 @@ def test_random_scenarios_break_no_invariant(driver: str, seeds: range, tmp_path
             pytest.fail(f"{fault}\npython -m tests.harness.fuzz --case {kept}")
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "file",
-    [
-        pytest.param(file, marks=() if file.stem in FAST else pytest.mark.slow, id=file.stem)
-        for file in FAULTS
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("file", FAULTS, ids=lambda file: file.stem)
 def test_earlier_faults_are_mended(file: Path) -> None:
     _, fault = fuzz.outcome(read(file))
     assert fault is None, f"{fault}\npython -m tests.harness.fuzz --case {file}"

@@ -177,6 +177,7 @@ def test_a_task_that_is_not_named_may_be_left_out(
         command_line.main(["run", "mine.py", "--task", "fashion_mnist_late"])
 
 
+@pytest.mark.long
 def test_a_setting_that_a_tier_does_not_try_is_not_checked() -> None:
     good = [{"optimizer": "choco", "optimizer_diffusion_rate": 0.1 * i} for i in range(1, 6)]
     wrong = {"optimizer": "choco", "optimizer_nothing": 1}

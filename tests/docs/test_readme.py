@@ -99,22 +99,6 @@ def test_the_consensus_command_runs_as_it_stands(tmp_path: Path) -> None:
     assert (tmp_path / "figure.png").exists()
 
 
-def test_sections_are_in_the_order_for_a_new_reader() -> None:
-    without_code = re.sub(r"^```.*?^```$", "", README, flags=re.DOTALL | re.MULTILINE)
-    assert re.findall(r"^## (.*)$", without_code, re.MULTILINE) == [
-        "Start",
-        "Is my method better?",
-        "Map of the repository",
-        "Use",
-        "Add an algorithm, a compressor, a topology, a task",
-        "Methods, topologies, tasks",
-        "Documentation",
-        "Citation",
-        "License",
-    ]
-    assert len(re.findall(r"[A-Za-z]+", without_code)) <= 1300
-
-
 def test_the_map_has_every_file_and_folder_of_the_top_level() -> None:
     listing = README.split("## Map of the repository")[1].split("##")[0]
     shown = re.findall(r"^    ([a-z_]+(?:\.py|/))", listing, flags=re.MULTILINE)
@@ -123,11 +107,6 @@ def test_the_map_has_every_file_and_folder_of_the_top_level() -> None:
     programs = {name for name in tracked if "/" not in name and name.endswith(".py")}
     assert sorted(shown) == sorted(folders | programs)
     assert len(shown) == 13
-
-
-def test_files_that_are_linked_exist() -> None:
-    for name in re.findall(r"\]\(([^)#:]+)\)", README):
-        assert (launch.ROOT / name).exists(), name
 
 
 def test_every_row_of_a_registry_is_in_the_table() -> None:

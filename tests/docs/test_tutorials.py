@@ -1,6 +1,5 @@
 """Tutorials are short programs with text, and run as the notebooks that the site offers."""
 
-import ast
 import json
 import re
 from pathlib import Path
@@ -21,14 +20,6 @@ names = {"__name__": "__main__"}
 for cell in json.load(open("cells.json")):
     exec(cell, names)
 """
-
-
-@pytest.mark.parametrize("path", TUTORIALS, ids=lambda path: path.stem)
-def test_a_tutorial_begins_with_a_title_and_a_sentence(path: Path) -> None:
-    docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
-    title, line, empty, *sentence = docstring.splitlines()
-    assert (len(title), set(line), empty) == (len(line), {"="}, "")
-    assert re.fullmatch(r"This page shows [^.]*\.", " ".join(sentence))
 
 
 @pytest.mark.parametrize("path", TUTORIALS, ids=lambda path: path.stem)

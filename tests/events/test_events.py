@@ -78,6 +78,7 @@ def vectorized(x: Tensor, topology: str, name: str, steps: int, **more: Any) -> 
     return x
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("topology", ["tail", "torus"])
 @pytest.mark.parametrize("name", EXCHANGES)
@@ -97,6 +98,7 @@ def test_a_diffusion_rate_is_that_of_the_rule_of_all_workers(name):
     torch.testing.assert_close(x, expected, rtol=0, atol=1e-12)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("gossip", ["bounded", "asynchronous"])
 @pytest.mark.parametrize("name", EXCHANGES)
 def test_without_delays_all_policies_give_the_same_bits(name, gossip):
@@ -208,6 +210,7 @@ def test_duals_that_grow_slowly_do_not_oscillate():
 LATE_RULES = [name for name, kind in learning.LEARNING.items() if not kind.relays]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["plain", "power", "top-k", "qsgd"])
 @pytest.mark.parametrize("rule", LATE_RULES)
 def test_synchronous_learning_is_the_rule_of_all_workers(rule, name):

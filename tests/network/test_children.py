@@ -53,8 +53,8 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(
     ("launcher", "methods"),
     [
-        ("mpirun", ("spawn", "subprocess")),
-        pytest.param("mpirun", ("forkserver",), marks=pytest.mark.slow),
+        ("mpirun", ("spawn",)),
+        pytest.param("mpirun", ("forkserver", "subprocess"), marks=pytest.mark.slow),
         pytest.param("torchrun", ("spawn", "forkserver", "subprocess"), marks=pytest.mark.slow),
     ],
 )

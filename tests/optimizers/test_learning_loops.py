@@ -230,7 +230,7 @@ def test_muon_and_adamw_side_by_side_are_local_optimizer_muon() -> None:
 # rule, averaging, learning rate, steps, keywords of GossipOptimizer
 EXACT = [
     ("gradient-tracking", PLAIN, 0.1, 200, {}),
-    ("gradient-tracking", POWER, 0.05, 600, {}),
+    pytest.param("gradient-tracking", POWER, 0.05, 600, {}, marks=pytest.mark.slow),
     ("k-gt", PLAIN, 0.03, 400, {"local_steps": 4}),
     pytest.param("k-gt", POWER, 0.05, 600, {}, marks=pytest.mark.slow),
     ("exact-diffusion", PLAIN, 0.1, 300, {}),

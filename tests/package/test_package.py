@@ -1,23 +1,16 @@
-"""The package: what it installs, what it imports, and where it can be used."""
+"""The package: what it imports, and where it can be used. What it installs: tests/environment/."""
 
 import ast
-import json
 import os
 import re
-import shutil
 import subprocess
 import sys
-import tomllib
-import zipfile
-from collections.abc import Iterable, Iterator
-from importlib.metadata import Distribution, distribution, distributions
 from pathlib import Path
 from typing import Any
 
 import networkx as nx
 import pytest
 from omegaconf import DictConfig, OmegaConf
-from packaging.requirements import Requirement
 
 import algorithms
 import compressors
@@ -31,7 +24,8 @@ import topologies
 import train
 from powergossip import presets
 from powergossip.runs import configuration
-from tests.harness import compared_runs, launch
+from tests.harness import launch
+from tests.harness.selection import imported
 
 PACKAGE = launch.ROOT / "powergossip"
 TOP_LEVEL = {"algorithms", "compressors", "gossip_run", "topologies", "train"}
@@ -83,19 +77,6 @@ MAY_IMPORT = {
     "benchmark": RUNS | {"compare", "prediction", "runner", "runs", "tasks", "training"},
 }
 MODULES = {file.relative_to(PACKAGE).as_posix(): file for file in PACKAGE.rglob("*.py")}
-
-
-def imported(file: Path) -> set[str]:
-    """The modules that a file imports, anywhere in it; `from a import b` gives a and a.b."""
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.Import):
-            found |= {name.name for name in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, "absolute imports only"
-            assert node.module is not None
-            found |= {node.module, *(f"{node.module}.{name.name}" for name in node.names)}
-    return found
 
 
 TESTS = {
@@ -164,9 +145,10 @@ def test_private_names_are_found(text: str, names: set[str]) -> None:
     assert private_names(ast.parse(text)) == names
 
 
-@pytest.mark.parametrize("name", TESTS)
-def test_tests_know_public_names_only(name: str) -> None:
-    assert private_names(ast.parse(TESTS[name].read_text())) <= PRIVATE.get(name, set())
+def test_tests_know_public_names_only() -> None:
+    for name, file in TESTS.items():
+        found = private_names(ast.parse(file.read_text()))
+        assert found <= PRIVATE.get(name, set()), name
 
 
 def part_of(module: str) -> str:
@@ -174,18 +156,17 @@ def part_of(module: str) -> str:
     return module.split(".")[1]
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_imports_point_one_way(name: str) -> None:
-    modules = imported(MODULES[name])
-    driven = {"train"} if name == "benchmark/program.py" else set()
-    assert {module.partition(".")[0] for module in modules} & TOP_LEVEL == driven
-    assert {module.partition(".")[0] for module in modules} & {"experiments", "tests"} == set()
-    if name == "__init__.py":
-        return
-    part = name.partition("/")[0].removesuffix(".py")
-    parts = {part_of(module) for module in modules if module.startswith("powergossip.")}
+def test_imports_point_one_way() -> None:
     known = {entry.stem if entry.suffix == ".py" else entry.name for entry in PACKAGE.iterdir()}
-    assert (parts & known) - MAY_IMPORT[part] - {part} == set()
+    for name, file in MODULES.items():
+        modules = imported(file)
+        driven = {"train"} if name == "benchmark/program.py" else set()
+        outside = {module.partition(".")[0] for module in modules}
+        assert outside & {*TOP_LEVEL, "experiments", "tests"} == driven, name
+        part = name.partition("/")[0].removesuffix(".py")
+        parts = {part_of(module) for module in modules if module.startswith("powergossip.")}
+        if name != "__init__.py":
+            assert (parts & known) - MAY_IMPORT[part] - {part} == set(), name
 
 
 def test_no_modules_import_each_other() -> None:
@@ -334,238 +315,6 @@ def test_a_driver_works_in_a_folder_with_modules_of_the_same_names(tmp_path: Pat
     assert "final error" in ended.stdout
     for folder in ("trained", "gossiped"):
         assert (tmp_path / folder / "metrics.jsonl").stat().st_size > 0
-
-
-# --- The wheel ------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy, because building writes into the sources."""
-    # Not imported: setuptools fails if another test has imported distutils.
-    found = [d.version for d in distributions(name="setuptools")]
-    if not found or int(found[0].partition(".")[0]) < 77:
-        pytest.skip("building a wheel needs setuptools 77 or newer")
-    folder: Path = tmp_path_factory.mktemp("wheel")
-    left_out = (".*", "__pycache__", "build", "data", "output", "*.egg-info", "docs")
-    shutil.copytree(launch.ROOT, folder / "source", ignore=shutil.ignore_patterns(*left_out))
-    options = ["--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", "built"]
-    built = launch.python("-m", "pip", "wheel", "./source", *options, cwd=folder)
-    assert built.returncode == 0, built.stderr
-    (file,) = (folder / "built").glob("*.whl")
-    return file
-
-
-def test_the_wheel_has_the_package_and_five_modules(wheel: Path) -> None:
-    names = zipfile.ZipFile(wheel).namelist()
-    top = {name.partition("/")[0] for name in names if ".dist-info/" not in name}
-    assert top == {"powergossip", *(f"{module}.py" for module in TOP_LEVEL)}
-    assert "powergossip/py.typed" in names
-    inside = {
-        file.relative_to(launch.ROOT).as_posix()
-        for pattern in ("*.py", "*.js", "submissions/*.json", "kernels/*.[ch]", "presets/**/*.yaml")
-        for file in PACKAGE.rglob(pattern)
-    }
-    assert {name for name in names if name.startswith("powergossip/")} == {
-        "powergossip/py.typed",
-        *inside,
-    }
-
-
-def requirements(found: Distribution, extras: Iterable[str] = ()) -> Iterator[tuple[str, ...]]:
-    """Names of the distributions that one requires here, each with its extras."""
-    for text in found.requires or []:
-        needed = Requirement(text)
-        marker = needed.marker
-        if marker is None or any(marker.evaluate({"extra": extra}) for extra in ("", *extras)):
-            yield needed.name, *needed.extras
-
-
-@pytest.fixture(scope="module")
-def installed(wheel: Path) -> Path:
-    """A virtual environment with the wheel and links to the distributions that it requires.
-
-    Only to those that its metadata name, directly or not: an undeclared one is missing, and nothing
-    leads to this checkout. To install them would take minutes and gigabytes.
-    """
-    folder = wheel.parent / "environment"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
-    pip = ["-m", "pip", "--python", str(folder / "bin" / "python"), "install", "--quiet"]
-    options = ["--no-deps", "--no-index", str(wheel)]
-    done = launch.python(*pip, *options, variables={"PYTHONPATH": ""})
-    assert done.returncode == 0, done.stderr
-    (packages,) = folder.glob("lib/python*/site-packages")
-    (metadata,) = packages.glob("*.dist-info")
-    wanted, known = [*requirements(Distribution.at(metadata))], set[tuple[str, ...]]()
-    while wanted:
-        name, *extras = entry = wanted.pop()
-        if entry in known:
-            continue
-        known.add(entry)
-        found = distribution(name)
-        wanted += requirements(found, extras)
-        for top in {file.parts[0] for file in found.files or []} - {"..", "__pycache__"}:
-            if not (packages / top).exists():
-                (packages / top).symlink_to(str(found.locate_file(top)))
-    return folder
-
-
-SCRIPTS = {  # with arguments for a small run, and a pattern of its output
-    "powergossip-train": (
-        "--config cifar10_resnet20/power-gossip task=Digits task_architecture=MLP n_workers=2 "
-        "task_options={} batch_size=16 num_epochs=1 max_steps_per_epoch=2 --output-dir run",
-        "After 1 epoch",
-    ),
-    "powergossip-consensus": (
-        "--config consensus n_workers=4 matrix_size=10 num_steps=5 --output-dir run",
-        "final error",
-    ),
-    "powergossip-benchmark": ("list", "fashion_mnist"),
-    "powergossip-compare": ("m*", "final"),
-    "powergossip-predict": (
-        "--rate 1mbit --workers 4 --model 10x10 --no-measure",
-        "Recommended",
-    ),
-    "powergossip-mpi-check": ("--quick", "MPI works: 1 process on 1 host"),
-}
-QUICK = "powergossip-compare"  # does not import torch
-
-
-ENVIRONMENT = {"PYTHONPATH": "", "OMP_NUM_THREADS": "1"}
-# The MPI library is no requirement: this environment's, or the machine's, which mpi4py finds.
-for library in Path(sys.prefix, "lib").glob("libmpi.so.*"):
-    ENVIRONMENT["MPI4PY_LIBMPI"] = str(library)
-
-
-def run_installed(installed: Path, name: str, cwd: Path, *arguments: str, **variables: str) -> str:
-    """The output of a program of the environment."""
-    ended = subprocess.run(
-        [installed / "bin" / name, *arguments],
-        cwd=cwd,
-        env={**os.environ, **ENVIRONMENT, **variables},
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
-    assert ended.returncode == 0, ended.stderr
-    return ended.stdout
-
-
-def test_every_console_script_is_run_by_a_test() -> None:
-    project = tomllib.loads((launch.ROOT / "pyproject.toml").read_text())["project"]
-    assert project["scripts"].keys() == SCRIPTS.keys()
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(n, marks=[pytest.mark.slow] if n not in ("powergossip-train", QUICK) else [])
-        for n in SCRIPTS
-    ],
-)
-def test_console_scripts_run_from_an_empty_folder(
-    name: str, installed: Path, tmp_path: Path
-) -> None:
-    arguments, words = SCRIPTS[name]
-    if name == "powergossip-compare":
-        compared_runs.write_run(tmp_path / "mine")
-    assert words in run_installed(installed, name, tmp_path, *arguments.split())
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] if n != QUICK else []) for n in SCRIPTS]
-)
-def test_console_scripts_have_help_that_writes_nothing(
-    name: str, installed: Path, tmp_path: Path
-) -> None:
-    assert run_installed(installed, name, tmp_path, "--help").startswith("usage: ")
-    assert list(tmp_path.iterdir()) == []
-
-
-SHOW = """
-import importlib.metadata, importlib.util, sys
-import powergossip
-print(powergossip.__version__, importlib.metadata.version("decentralized-deep-learning"))
-print("torch" in sys.modules)
-print(*sys.path, *(importlib.util.find_spec(m).origin for m in sys.argv[1:]), sep="\\n")
-"""
-
-
-def test_an_installation_has_its_own_modules(installed: Path, tmp_path: Path) -> None:
-    """Not those of this checkout, which this Python knows, and the version of both."""
-    modules = ["powergossip", *sorted(TOP_LEVEL)]
-    printed = run_installed(installed, "python", tmp_path, "-c", SHOW, *modules)
-    versions, has_torch, *lines = printed.splitlines()
-    assert versions == f"{powergossip.__version__} {powergossip.__version__}"
-    assert has_torch == "False"
-    assert str(launch.ROOT) not in lines
-    files = lines[-len(modules) :]
-    assert all(Path(file).is_relative_to(installed) for file in files)
-
-
-needs_compiler = pytest.mark.skipif(not shutil.which("cc"), reason="needs a C compiler")
-READ = """
-import gossip_run, train
-from omegaconf import OmegaConf
-from powergossip import presets
-from powergossip.benchmark import page, submissions
-from powergossip.runs import configuration
-
-for name in presets.names():
-    program = gossip_run if name.startswith("consensus") else train
-    configuration.read_command_line(OmegaConf.structured(program.Config), ["--config", name], "")
-submissions.read_all([submissions.OF_LIBRARY])
-print(len(presets.names()), len(page.SORT.read_text()))
-"""
-
-
-@pytest.mark.slow
-def test_an_installation_has_presets_and_files_of_the_benchmark(
-    installed: Path, tmp_path: Path
-) -> None:
-    counts = run_installed(installed, "python", tmp_path, "-c", READ).split()
-    assert int(counts[0]) == len(presets.names())
-    assert int(counts[1]) > 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("compiler", "kind"),
-    [
-        pytest.param("cc", "compiled", marks=needs_compiler),
-        ("none", "torch"),
-    ],
-)
-def test_an_installation_compiles_its_kernels_if_it_can(
-    compiler: str, kind: str, installed: Path, tmp_path: Path
-) -> None:
-    arguments = (
-        "n_workers=2 task_architecture=MLP num_epochs=1 max_steps_per_epoch=2 --output-dir r"
-    )
-    cache = str(tmp_path / "cache")
-    variables = {"CC": compiler, "XDG_CACHE_HOME": cache}
-    run_installed(installed, "powergossip-train", tmp_path, *arguments.split(), **variables)
-    assert json.loads((tmp_path / "r" / "info.json").read_text())["kernels"] == kind
-    assert len([*Path(cache).rglob("kernels-*.so")]) == (kind == "compiled")
-
-
-@pytest.mark.slow
-def test_sdist_and_wheel_have_no_faults(wheel: Path, tmp_path: Path) -> None:
-    """The wheel is built from the sdist, as for a release."""
-    for module in ("build", "twine", "check_wheel_contents"):
-        pytest.importorskip(module)
-    source = wheel.parents[1] / "source"
-    for arguments in (
-        ["build", "--no-isolation", "--outdir", str(tmp_path), str(source)],
-        ["twine", "check", "--strict"],
-        ["check_wheel_contents", "--config", str(source / "pyproject.toml")],
-    ):
-        files = [] if arguments[0] == "build" else sorted(map(str, tmp_path.glob("*.*")))
-        if arguments[0] == "check_wheel_contents":
-            files = [file for file in files if file.endswith(".whl")]
-        done = launch.python("-m", *arguments, *files, cwd=tmp_path, variables={"PYTHONPATH": ""})
-        assert done.returncode == 0, done.stdout + done.stderr
-    assert {file.name for file in tmp_path.glob("*.whl")} == {wheel.name}
 
 
 # --- Presets --------------------------------------------------------------------------------------

@@ -64,6 +64,7 @@ def test_there_are_presets_of_all_published_programs() -> None:
     assert found == {*BASES} - {"cifar10_resnet18"}, "a folder of methods for each, no others"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("base", "method"), COMBINATIONS)
 def test_a_preset_is_accepted(base: str, method: str | None) -> None:
     config = loaded(base, method)
@@ -92,6 +93,7 @@ def test_a_preset_names_its_source(file: Path) -> None:
 PUBLISHED = set(algorithms.AVERAGING) - {"sparta"}  # with settings for tasks of the library
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [*sorted(PUBLISHED), "powersgd", "dgc", "ddp-powersgd"])
 def test_every_optimizer_has_a_preset(name: str) -> None:
     assert name in optimizers_of_presets()
@@ -304,6 +306,7 @@ def test_wikitext2_is_as_published() -> None:
         assert c.optimizer_rank == int(path.stem.rpartition("-")[2])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("path", sorted((FOLDER / "gpt").glob("*.yaml")), ids=lambda p: p.stem)
 def test_a_gpt_has_as_many_parameters_as_its_preset_says(path: Path) -> None:
     (written,) = re.findall(r"([\d,]+) parameters", path.read_text("utf-8"))

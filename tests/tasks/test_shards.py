@@ -214,7 +214,9 @@ def test_a_small_alpha_gives_each_worker_a_label_or_two(alpha: float, seed: int)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("alpha", [0.3, 1.0, 5.0])
+@pytest.mark.parametrize(
+    "alpha", [0.3, *(pytest.param(a, marks=pytest.mark.slow) for a in (1.0, 5.0))]
+)
 def test_proportions_have_the_moments_of_dirichlet(alpha: float) -> None:
     """Mean 1/k, variance (1/k)(1 − 1/k) / (kα + 1), for the k labels of a worker whom others leave
     enough: the first of each of many deals."""

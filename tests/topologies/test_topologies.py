@@ -42,7 +42,8 @@ DIRECTED = {
     "one-peer-equi",
     "epidemic",
 }
-SIZES = (1, 2, 3, 4, 5, 8, 12, 16, 32)
+SIZES = (1, 2, 3, 4, 5, 8)
+LARGER = (12, 16, 32)
 
 
 def accepts(name: str, n_workers: int) -> bool:
@@ -51,7 +52,10 @@ def accepts(name: str, n_workers: int) -> bool:
     return name != "hypercube" or n_workers & (n_workers - 1) == 0
 
 
-REGISTERED = [(name, n) for name in TOPOLOGIES for n in SIZES if accepts(name, n)]
+REGISTERED = [
+    *((name, n) for name in TOPOLOGIES for n in SIZES if accepts(name, n)),
+    ("social-network", 32),
+]
 
 
 def matrices(topology: Topology) -> list[np.ndarray]:
@@ -85,6 +89,12 @@ def connected_graphs(draw: st.DrawFn) -> nx.Graph:
 
 
 # Laws over the registry
+
+
+@pytest.mark.parametrize("name", TOPOLOGIES)
+def test_larger_topologies_mix(name: str) -> None:
+    for n in filter(lambda n: accepts(name, n), LARGER):
+        test_registered_topologies_mix(name, n)
 
 
 @pytest.mark.parametrize(("name", "n"), REGISTERED)
@@ -488,6 +498,7 @@ def test_one_peer_exponential_is_exact_for_powers_of_two(n: int) -> None:
     assert topology.averages_exactly == (n & (n - 1) == 0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("k", range(1, 6))
 def test_base_graphs_average_any_number_exactly(k: int) -> None:
     for n in range(1, 41):
@@ -631,6 +642,7 @@ def test_large_periods_equal_dense_ones(name: str, n: int, monkeypatch: pytest.M
     assert exact == (name == "base-graph" or (name == "one-peer-exponential" and n == 64))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "options"),
     [
