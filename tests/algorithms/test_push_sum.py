@@ -204,7 +204,11 @@ class Quadratics:
         self.grad += self.a * (self.x - self.b)
 
     def sgd(self, rate: float) -> Any:
-        return SimpleNamespace(rate=rate, step=lambda g: self.x.sub_(g, alpha=rate))
+        return SimpleNamespace(
+            rate=rate,
+            step=lambda g: self.x.sub_(g, alpha=rate),
+            displacement=lambda g: -rate * g,
+        )
 
     @property
     def error(self) -> float:
@@ -392,7 +396,7 @@ def test_equal_degrees_are_for_all_methods(tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", [1, "yes"])
 def test_directed_is_true_or_false(tmp_path: Path, value: object) -> None:
     (tmp_path / "a.edgelist").write_text("0 1\n1 0\n")
-    with pytest.raises(ValueError, match=f"topology_options.directed={value}: use"):
+    with pytest.raises(ValueError, match=f"topology_options.directed={value!r}: use"):
         topologies.make(str(tmp_path / "a.edgelist"), 2, options={"directed": value})
 
 
