@@ -68,7 +68,7 @@ class Buffers(NamedTuple):
 
 
 class Workers(NamedTuple):
-    """The workers of this process, and what a learning rule has of each.
+    """The workers of this process: models, local optimizers, and the averaging rule.
 
     Attributes:
         make: Function that makes the averaging rule G for a layout: the layout of x, or of x beside
@@ -77,7 +77,7 @@ class Workers(NamedTuple):
         local: Optimizer of the workers, without momentum for rules with `direct`.
         weight_decay: Weight decay of the gradients, see Correction.
         clip: Largest norm of a worker's gradient.
-        whole: True if `parameters` are all of the models'.
+        whole: True if `parameters` are all parameters of the models.
     """
 
     network: Network
@@ -122,36 +122,38 @@ class GossipRule:
     """A learning rule over an averaging rule G. A step calls these methods in this order::
 
         begin()             the step begins
-        correct(g)          g ← the gradient before it is clipped
+        correct(g)          g ← the corrected gradient, before clipping
         direct(g)           g ← the direction of the local optimizer
-        update(u)           x by the local optimizer's displacement, −η g for SGD
+        update(u)           x ← x + u: the local optimizer's displacement u, −η g for SGD
         settle()            the step ends
 
-    Messages average `mixed()`, in steps where the rule is `exchanging`. They are in flight between
-    `begin` and `correct` if it is `overlapping`, and otherwise between `update` and `settle`. The
-    methods of this class are D-PSGD's.
+    In steps where the rule is `exchanging`, messages average the variables `mixed()`. If the rule
+    is `overlapping`, they are in flight between `begin` and `correct`, otherwise between `update`
+    and `settle`. The methods of this class are D-PSGD's. A tensor of a rule is [worker, D].
 
-    Drivers: `start` and `finish` for the flat buffers of the hosted workers, GossipOptimizer for a
-    torch optimizer, `events.worker` for messages that may be late. There each edge has exchanges of
-    its own, and `add` applies one of them, at any time. A tensor of a rule is [worker, D].
+    There are three drivers. `start` and `finish` serve the flat buffers of the hosted workers,
+    GossipOptimizer a torch optimizer, and `events.worker` messages that may be late. In the last
+    one, exchanges belong to single edges, and `add` applies the increment of one, at any time.
 
     Attributes:
         kinds: Kinds of averaging rules that it works with.
         optimizers: Local optimizers that it works with, without momentum if it has `direct`.
         overlaps: Kinds of averaging rules whose messages are in flight during the gradient by
-            default. A constructor with `overlapping` leaves the choice.
+            default. If the constructor has an option `overlapping`, users choose.
         static: True if the topology must be static.
         stateless: True if it keeps no tensors: D-PSGD.
-        in_place: True if the local optimizer makes its step on x, with its own rounding.
+        in_place: True if the local optimizer updates x itself, with its own rounding. Then `update`
+            receives None.
         reads_rate: True if it depends on the learning rate of the local optimizer.
         relays: True if it relays along the trees of the topology, in place of averaging. Then
             messages cannot be late.
-        state: Its variables, tensors [worker, D] and numbers: attributes with an underscore before
-            these names.
+        state: Name → treatment of each variable, a tensor [worker, D] or a number. Its attribute
+            has an underscore before the name.
         layout: Layout of the variables in a message.
         overlapping: True if messages are in flight during the gradient.
-        turns: How many times messages in flight are received, and answered, before the gradient is
-            used. The others are in flight during the next step. None: until the last.
+        turns: Number of times that messages in flight are received, and answered, before the
+            gradient is used. The remaining messages are in flight during the next step. None: all
+            messages are received.
     """
 
     kinds: ClassVar[frozenset[Kind]] = MEAN_PRESERVING
@@ -164,7 +166,7 @@ class GossipRule:
     turns: int | None = None
 
     def __init__(self, workers: Workers, *, variables: int = 1):
-        """variables: how many messages average, x among them. 0: the rule has its own averaging."""
+        """variables: number of averaged variables, with x. 0: the rule does its own averaging."""
         if hasattr(self, "step"):
             raise ValueError(
                 f"{type(self).__name__}.step: use the methods of GossipRule, such as update, in "
@@ -226,7 +228,7 @@ class GossipRule:
     def direct(self, g: Tensor) -> None:
         """g [worker, D] ← the direction of the local optimizer, in place.
 
-        Left out in a step whose gradients overflowed.
+        Not called in a step whose gradients overflowed.
         """
 
     def update(self, u: Tensor | None) -> None:
@@ -239,12 +241,14 @@ class GossipRule:
             self._x.add_(u)
 
     def mixed(self) -> tuple[Tensor, ...]:
-        """The variables that messages average, x or another one first. Those [worker, D] that the
-        rule keeps, unless it has `add`."""
+        """The variables [worker, D] that messages average, x or another one first.
+
+        They are the rule's own tensors, which averaging changes, unless the rule overrides `add`.
+        """
         return (self._x,)
 
     def variables(self) -> Tensor:
-        """`mixed` in one tensor of this layout. [worker, D'] with D' elements of a message."""
+        """The variables `mixed()` as one tensor [worker, D'], with D' elements, in this layout."""
         if self._joint is None:
             (only,) = self.mixed()
             return only
@@ -256,9 +260,9 @@ class GossipRule:
 
         Args:
             u: Σ_j u_ij, or u_ij of one edge. It may be changed.
-            edge: Neighbor j, if it is of one edge.
-            agreed: True if both messages have the present view of the worker. Sums over all
-                workers, as in gradient tracking, skip the others.
+            edge: Neighbor j for u_ij. None for the sum over the edges.
+            agreed: True if both messages have the present view of the worker. If not, variables
+                whose sum over all workers is conserved, as in gradient tracking, stay the same.
         """
         x, *others = self.mixed()
         if self._joint is None:
@@ -273,10 +277,10 @@ class GossipRule:
         """Forget the state of the edge with a neighbor, whose state at the other end is lost."""
 
     def restart(self) -> None:
-        """Restart sums over all workers: the worker knows of a death or a join."""
+        """Restart variables with a conserved sum: the worker has learned of a death or a join."""
 
     def mixing(self) -> Conversation:
-        """Average `variables`, of all workers at once: by increments if the rule has `add`."""
+        """Average the variables of all workers, by increments if the rule overrides `add`."""
         variables = self.variables()
         if type(self).add is not GossipRule.add:
             if self._increment is None:
@@ -289,17 +293,17 @@ class GossipRule:
             self._joint.store(*self.mixed())
 
     def before(self) -> Conversation | None:
-        """The messages that are in flight during the gradient."""
+        """The messages in flight while gradients are computed, or None."""
         return self.mixing() if self.overlapping and self.exchanging else None
 
     def after(self) -> Conversation | None:
-        """The messages after the local update."""
+        """The messages after the local update, or None."""
         return self.mixing() if not self.overlapping and self.exchanging else None
 
     # --- All hosted workers ---
 
     def start(self) -> None:
-        """Begin, and send the messages that may be in flight during the gradient. g ← 0."""
+        """Begin a step, and send the messages of `before`. g ← 0."""
         self.begin()
         if (messages := self.before()) is not None:
             self._exchange = self._network.start(messages)
@@ -326,7 +330,7 @@ class GossipRule:
         self._clip()
 
     def move(self) -> None:
-        """The local update, with the gradient clipped."""
+        """Make the local update with the clipped gradient."""
         self.direct(self._g)
         with self._network.measure("update"):
             u = None if self.in_place else self._local.displacement(self._g)
@@ -343,7 +347,7 @@ class GossipRule:
     # --- State ---
 
     def begin_after(self, steps: int) -> None:
-        """Begin beside parts of the models, or workers, that have taken this number of steps."""
+        """Begin when other parts of the models, or other workers, have taken this many steps."""
 
     def begin_at(self, point: Tensor) -> None:
         """See `averaging.Copies`. Other variables than x begin at 0."""
@@ -364,7 +368,7 @@ class GossipRule:
         return [name for name, kind in self.state.items() if kind is Variable.CONSERVED]
 
     def variables_dict(self, in_step: bool = True) -> dict[str, Any]:
-        """The variables with elements, with those within a step or without."""
+        """The variables that have elements. in_step: include variables of kind IN_STEP."""
         return {
             name: self._layout.saved(value) if isinstance(value, Tensor) else value
             for name, kind in self.state.items()
@@ -407,7 +411,7 @@ class Joint:
         self.buffer = like.new_zeros(len(like), self.layout.size)
         starts, joint = layout.starts, self.layout.starts
         sizes = [tensor.numel() for tensor in layout.tensors(like[0])]
-        # [variable][piece]: where it is in the variable and in the buffer, merged where adjacent.
+        # [variable][piece]: its slices of the variable and of the buffer. Adjacent ones are merged.
         self._pieces = [
             _merged(zip(starts, joint[i * count : (i + 1) * count], sizes, strict=True))
             for i in range(variables)
@@ -428,7 +432,7 @@ class Joint:
     def add(self, joint: Tensor, *variables: Tensor | Sequence[Tensor]) -> None:
         """The variables ← variables + joint, a tensor in the order of the buffer.
 
-        Each is one tensor, or all that change alike.
+        A variable is given as a tensor, or as a sequence of tensors that change alike.
         """
         for variable, pieces in zip(variables, self._pieces, strict=True):
             for each in [variable] if isinstance(variable, Tensor) else variable:

@@ -1,29 +1,30 @@
 """Outer optimizers: rounds of local steps, and one step on the displacement of a round.
 
-A round has H = local_steps steps. φ_i is the slow model of worker i, x_i the fast one, which takes
-the local steps from φ_i and returns to it at the end of the round, and G any averaging rule::
+A round has H = local_steps steps. Worker i has a slow model φ_i and a fast model x_i. The fast
+model takes the local steps from φ_i, and returns to the new φ_i at the end of the round. G is any
+averaging rule::
 
     x_i ← x_i + u_i(g_i)                    H times, u_i the local optimizer's displacement
     φ ← the outer step, with G              messages once a round
     x ← φ
 
-Gradient correction. Where data differ, the local steps lead each worker towards its own optimum, so
-that the fixed point is biased, by all-reduce too. A correction of the displacement, as in K-GT,
-removes the bias of SGD only. A correction c of the gradient stands before clipping and the local
-optimizer, and serves optimizers that are not linear in the gradient, such as Adam and Muon::
+Gradient correction. If the workers' data differ, the local steps lead each worker towards its own
+optimum. The fixed point is then biased, with all-reduce too. A correction of the displacement, as
+in K-GT, removes the bias of SGD only. Here c corrects the gradient before clipping and the local
+optimizer. This also serves optimizers that are not linear in the gradient, such as Adam and Muon::
 
     g̃_i = g_i(x_i) + c_i                    in place of g_i, clipped afterwards
     z_i = mean of g̃_i over the round
     c ← c + α (G(z) − z)                    in one message with the model
 
-Where this is at rest, all z_i agree, and with Σ_i c_i = 0 they are the mean gradient. Over
-all-reduce, c is an average of the differences between the mean gradient and a worker's, with
-weights α (1 − α)^t for t rounds ago. With α = 1, it is the last one, with all its noise: then a
-step has the noise of the round before, H times. A small α averages it over 2/α − 1 rounds, and
-adapts in 1/α rounds.
+At a fixed point, all z_i agree. Since Σ_i c_i = 0, they equal the mean gradient. With all-reduce, c
+averages the differences between the mean gradient and the worker's gradient. The difference of t
+rounds ago has weight α (1 − α)^t. With α = 1, c is the last difference, with all its noise, which
+then enters all H steps of a round. A small α averages the noise over 2/α − 1 rounds, and adapts in
+1/α rounds.
 
 Fragments. The tensors are divided into P = fragments parts of nearly equal size. Part p ends its
-rounds p H/P steps later than part 0, so that messages have a P-th of the size, P times as often:
+rounds p H/P steps later than part 0. Messages thus have 1/P of the size, P times as often. This is
 Streaming DiLoCo, Douillard et al. (2025), arXiv:2501.18512, without its delay.
 """
 
@@ -60,8 +61,8 @@ class Variables(NamedTuple):
         x: Fast models.
         slow: φ, slow models at the start of the round.
         previous: Memory of the outer momentum.
-        c: Corrections, or without elements.
-        sum: Sum of the corrected gradients of the round, or without elements.
+        c: Corrections. Without elements if gradients are not corrected.
+        sum: Sum of the corrected gradients of the round. Without elements like c.
     """
 
     x: Tensor
@@ -72,7 +73,7 @@ class Variables(NamedTuple):
 
 
 class Fragment:
-    """Some of the tensors, and the averaging rule of the variables that are sent of them.
+    """A part of the model: some of its tensors, and the averaging rule of their variables.
 
     Args:
         tensors: Indices in layout.shapes.
@@ -97,7 +98,7 @@ class Fragment:
         self.averaging = make(self.joint.layout if self.joint else self.layout)
 
     def take(self, *flat: Tensor) -> list[Tensor]:
-        """Copies of its elements of variables [worker, D]. All of them: the variables."""
+        """Copies of its elements of variables [worker, D], or the variables if it has them all."""
         if self._whole:
             return list(flat)
         found = []
@@ -109,7 +110,7 @@ class Fragment:
         return found
 
     def put(self, own: Sequence[Tensor], *flat: Tensor) -> None:
-        """Write the copies back."""
+        """Write the copies of `take` back to the variables."""
         if self._whole:
             return
         for copy, variable in zip(own, flat, strict=True):
@@ -117,7 +118,7 @@ class Fragment:
                 variable[:, there] = copy[:, here]
 
     def joined(self, *variables: Tensor) -> Tensor:
-        """The variables in one tensor, as messages have them."""
+        """The variables as one tensor, in the order of a message."""
         if self.joint is None:
             (only,) = variables
             return only
@@ -125,7 +126,7 @@ class Fragment:
         return self.joint.buffer
 
     def split(self, joined: Tensor) -> list[Tensor]:
-        """A tensor in the order of messages by variable, [worker, element] each."""
+        """Split a tensor in the order of a message into the variables [worker, element]."""
         if self.joint is None:
             return [joined]
         like = joined[:, : self.layout.size]
@@ -166,7 +167,7 @@ def rate_of_correction(gradient_correction: bool, given: float | None) -> float:
 
 
 class Fragments:
-    """The averaging rules of all fragments, as the state of one."""
+    """The averaging rules of all fragments, with one state."""
 
     def __init__(self, all_of_them: Sequence[Fragment]):
         self._fragments = all_of_them
@@ -188,9 +189,10 @@ class Fragments:
 
 
 def divided(layout: Layout, fragments: int) -> list[list[int]]:
-    """Indices of the tensors of each fragment: pieces of consecutive tensors, in strides.
+    """Indices of the tensors of each fragment.
 
-    There are four pieces a fragment, as far as tensors allow, of nearly equal size.
+    The tensors are cut into pieces of nearly equal size, which go to the fragments in turn: four
+    pieces for each fragment, or fewer if there are too few tensors.
 
     Raises:
         BadValue: For more fragments than tensors.
@@ -213,13 +215,13 @@ def divided(layout: Layout, fragments: int) -> list[list[int]]:
 
 
 class OuterRule(GossipRule):
-    """Rounds of local steps with a gradient correction. A subclass has the outer step.
+    """Rounds of local steps with an optional gradient correction. A subclass has the outer step.
 
-    x is the slow model at the end of a round. In between, it is the fast one.
+    x holds the fast model during a round, and the slow model at its end.
 
-    Late messages have the same effect on the next slow model as those in time. A worker that knows
-    of a death or a join restarts with c = 0, and applies exchanges of z only where both messages
-    and the worker have one view, as in GradientTracking.
+    A late message has the same effect on the next slow model as one in time. A worker that learns
+    of a death or a join restarts with c = 0. It applies an exchange of z only if both messages and
+    the worker have the same view, as in GradientTracking.
 
     Invariant: Σ_i c_i = 0.
 
@@ -334,7 +336,7 @@ class OuterRule(GossipRule):
         yield from self._due().mix(*self._averaged)
 
     def add(self, u: Tensor, edge: int | None = None, agreed: bool = True) -> None:
-        """Apply an exchange of the whole model. After its round, it has the same effect."""
+        """Apply an exchange of the whole model. After its round, it changes the next slow model."""
         changes = self._fragments[0].split(u)
         of_z = [changes.pop()] if self._corrects else []
         if self._averaged:
@@ -366,7 +368,7 @@ class OuterRule(GossipRule):
         self._own = self._flat()
 
     def _due(self) -> Fragment:
-        """The fragment whose round begins and ends between this step and the next."""
+        """The fragment with the end of a round between this step and the next."""
         return self._fragments[self._steps // self._interval % len(self._fragments)]
 
     def _flat(self) -> Variables:
@@ -378,19 +380,19 @@ class OuterRule(GossipRule):
         return self._x
 
     def _outgoing(self, own: Variables) -> list[Tensor]:
-        """The variables that messages average, from the fast model and the slow one before."""
+        """The variables that messages average, from the fast model and the old slow model."""
         raise NotImplementedError
 
     def _outer_step(self, own: Variables, *averaged: Tensor) -> None:
-        """x ← the slow model after this round, with the averaged variables."""
+        """x ← the new slow model, from the averaged variables."""
         raise NotImplementedError
 
     def _add_late(self, *changes: Tensor) -> None:
-        """Apply changes of the averaged variables of a round that has ended."""
+        """Apply late changes of averaged variables, after the round has ended."""
         raise NotImplementedError
 
     def _correcting(self, own: Variables) -> list[Tensor]:
-        """z, which a correction has to average. c ← c − α z."""
+        """[z] to be averaged, and c ← c − α z. Without a correction: no variables."""
         if not self._corrects:
             return []
         z = own.sum.div_(max(1, min(self._steps, self._local_steps)))
@@ -398,7 +400,7 @@ class OuterRule(GossipRule):
         return [z]
 
     def _corrected(self, own: Variables, *averaged: Tensor) -> None:
-        """c ← c + α z, where z is averaged."""
+        """c ← c + α G(z)"""
         for z in averaged:
             own.c.add_(z, alpha=self._alpha)
             own.sum.zero_()
@@ -440,7 +442,7 @@ def _check_correction(network: Network, averaging: Averaging) -> None:
 
 
 class DiLoCo(OuterRule):
-    """DiLoCo on a graph, with the outer momentum behind the mixing::
+    """DiLoCo on a graph, with the outer momentum after the mixing::
 
         y = φ + μ (x − φ)
         v = G(y)                             overlapping: v = G(φ) + μ (x − φ)
@@ -451,13 +453,14 @@ class DiLoCo(OuterRule):
     not enlarge their bias. One worker: Lookahead with β = 0 (Zhang et al. 2019, arXiv:1907.08610).
     μ = 1, β = 0: D-PSGD with local steps.
 
-    With real eigenvalues λ of W and the share q of the way to its own optimum that a worker goes in
-    a round, it is stable if λ (1 − μ q) > −1/(1 + 2 β) for all λ. See outer_stability.
+    Let q be the fraction of the distance to its own optimum that a worker covers in a round. If W
+    has real eigenvalues λ, the method is stable if λ (1 − μ q) > −1/(1 + 2 β) for all λ. See
+    outer_stability.
 
-    Overlapping, G(φ) is in flight during the whole round, or with fragments until the next
-    fragment's begins. Messages of several iterations are spread over its steps. With the
-    correction, which local steps need, G(φ) and G(z) are in flight during the first gradient of the
-    round.
+    With `overlapping`, G(φ) is in flight during the whole round. With fragments, it is in flight
+    until the next fragment's round begins. Messages of several iterations are spread over these
+    steps. With the correction, G(φ) and G(z) are in flight during the first gradient of the round,
+    since the local steps need c.
 
     Cost of a round: a message of the averaging rule, or two in one with the correction.
 
@@ -511,7 +514,7 @@ class DiLoCo(OuterRule):
         return meanwhile
 
     def _counted(self, conversation: Conversation) -> Conversation:
-        """The conversation, with its turns counted. There are as many in each round."""
+        """Count the turns of a conversation. Each round has the same number."""
         received = None
         while True:
             try:

@@ -1,7 +1,7 @@
 """RelaySGD: sums of models travel along trees, in place of averaging with weights.
 
-Messages are uncompressed over plain gossip, and compressed over CHOCO-Gossip, whose compressor and
-public copies they then have.
+Messages are uncompressed over plain gossip. Over CHOCO-Gossip they are compressed, with its
+compressor and public copies.
 """
 
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ class RelaySGD(GossipRule):
     """RelaySum on a tree: x_i is the mean of the latest models of all workers that reached it::
 
         x_i ← x_i + c u_i                       u_i the local optimizer's displacement
-        m_ij = x_i + Σ_{k≠j} m'_ki              the message to j; m' those of the step before, or 0
+        m_ij = x_i + Σ_{k≠j} m'_ki              the message to j; m' of the step before, or 0
         n_ij = 1 + Σ_{k≠j} n'_ki                the number of models in it, in the same message
         x_i ← (x_i + Σ_j m_ji + (n − n_i) x_i)/n,   n_i = 1 + Σ_j n_ji
 
@@ -41,8 +41,9 @@ class RelaySGD(GossipRule):
 
         x_i = (1/n) Σ_j (x_j + c u_j) of max(1, dist(i, j)) − 1 steps ago
 
-    In place of models that are missing, at the start or after a lost message, a worker has its own.
-    (Their code has the initial model.) Thus x_i is always a convex combination of models.
+    At the start or after a lost message, models are missing. A worker's own model takes their
+    place. (The authors' code has the initial model.) Thus x_i is always a convex combination of
+    models.
 
     Models are averages of old models, so that their mean moves by 1/c of the displacements, see
     `slowdown`. The correction multiplies displacements by c. The paper tunes the learning rate in
@@ -69,7 +70,7 @@ class RelaySGD(GossipRule):
     def __init__(self, workers: Workers, *, correction: float | str = "auto"):
         super().__init__(workers, variables=0)
         self._layout.check_undivided("learning=relay-sgd")
-        averaging = self._make(self._layout)  # of which it has the codec
+        averaging = self._make(self._layout)  # its codec is used
         is_rate = checks.is_finite(correction) and float(correction) > 0
         accepted = correction == "auto" or is_rate
         checks.check("correction", correction, accepted, "a number above 0, or auto")
@@ -187,7 +188,7 @@ class CompressedRelay(Relay):
     message compresses: nothing is lost, and the fixed points are those without compression.
 
     Args:
-        codec: Codec whose compressor and random numbers it has.
+        codec: Codec with the compressor and the seed of its random numbers.
     """
 
     _COUNT = 4  # bytes of the number of models in a message
