@@ -1,6 +1,6 @@
 """The directions of PowerGossip in memory of compiled loops, kernels/power_gossip.c.
 
-They do what `MatrixSide` does with PyTorch, with fewer passes over memory: one over x before the
+They do the same as `MatrixSide` in PyTorch, with fewer passes over memory: one over x before the
 message, and one after it.
 """
 
@@ -19,7 +19,7 @@ from powergossip.parameters import Stack
 
 
 class _Edges(ctypes.Structure):
-    """Edges of power_gossip.c. `memory` keeps what it refers to."""
+    """Edges of power_gossip.c. `memory` keeps the arrays behind its pointers."""
 
     memory: Any
 
@@ -63,9 +63,9 @@ class CompiledSide:
     """A side in compiled loops.
 
     Attributes:
-        directions: Directions of this side [worker, neighbor, M], in the order of a message, 0
-            where there is no neighbor. The other side, while it is p, has its products s here, and
-            then d = s_received − s.
+        directions: Directions of this side [worker, neighbor, M], in the order of a message, and 0
+            in padded slots. While the other side is p, this memory first has its products s, then
+            d = s_received − s.
     """
 
     other: "CompiledSide"

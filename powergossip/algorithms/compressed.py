@@ -39,8 +39,8 @@ class ChocoGossip:
 
         ŷ_j = x̂_j + q_j,   x̂_j ← x̂_j + α q_j,   x_i ← x_i + γ Σ_j w_ij (ŷ_j − ŷ_i)
 
-    Both rates may be functions of the number of elements of a tensor. Tensors then have rates of
-    their own, which leaves the mean where it is.
+    Both rates may be functions of the number of elements of a tensor. Each tensor then has its own
+    rates, and the mean is still conserved.
 
     Args:
         codec: Codec of the messages, with the compressor C.

@@ -1,8 +1,8 @@
 """The directions of PowerGossip: memory, messages, random draws, orthonormalization.
 
 PowerGossip's update rule uses a `Side`, the directions in the column or row space of the matrices
-for all edges. `MatrixSide` is the one of PyTorch, and `CompiledSide` that of compiled loops. Every
-operation here gives the same result at both ends of an edge, to the bit.
+for all edges. `MatrixSide` uses PyTorch, and `CompiledSide` uses compiled loops. Every operation
+here gives the same result at both ends of an edge, to the bit.
 
 Axes: worker (hosted here), neighbor (slot), batch (the layers of one worker, or one layer of all
 workers, see parameters.batches), rank, length (rows or columns of a matrix).
@@ -35,7 +35,7 @@ class EdgeConstants:
         sign: +1 at the end with the lower worker index, −1 at the other, so that
             sign · (s_j − s_i) agrees.
         absent: 1 where a slot is padding, else 0.
-        has_absent: Whether a slot is padding.
+        has_absent: True if a slot is padding.
     """
 
     def __init__(self, network: Network, slots: Slots, diffusion_rate: float | Tensor, seed: int):
@@ -71,14 +71,14 @@ class Side(Protocol):
         Args:
             x: Parameters [worker, D].
             counter: Index of the random draws.
-            round_weights: Whether signs take the place of orthonormal directions.
+            round_weights: True if signs take the place of orthonormal directions.
         """
         ...
 
     def update(self, x: Tensor, received: Tensor | None) -> "Side":
         """d = s_received − s and X ← X + γ w p dᵀ. Returns d, in the memory of the other side.
 
-        Without `received`, d is that of the last call.
+        Without `received`, the last d is used again.
         """
         ...
 
@@ -139,8 +139,8 @@ class Directions:
         flat, views, stacks: The directions, see PerDirection. A direction is contiguous: products
             with directions as rows are several times faster than as columns.
         own: The products s_i of this end.
-        branches: Whether to skip work that rarely has to be done. On a GPU, the question whether it
-            has to would wait for the GPU.
+        branches: True if work that is rarely needed is skipped. On a GPU it is always done, since
+            the decision would have to wait for the GPU.
     """
 
     def __init__(self, edges: EdgeConstants, rank: int, stacks: Sequence[tuple[int, int]]):
@@ -191,7 +191,7 @@ class Directions:
             self._sign_matrices = torch.diag_embed(self._signs.flat.view(-1, rank).double())
 
     def _whole_of(self, stacks: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
-        """The layers and lengths of whole directions, for those of this process' part of them."""
+        """The layers and lengths of whole directions, from those in this process."""
         return stacks
 
     def _own(self, stack: int, whole: Tensor) -> Tensor:
@@ -248,7 +248,7 @@ class Directions:
         exact in any order.
         """
         theirs = self._received_views.get(received, self._views_of)
-        # Those of the message, which may have been rounded before it was sent.
+        # The message has them as they were sent, possibly rounded.
         ours = self._message_views
         for their, own, difference in zip(theirs, ours, self.views, strict=True):
             torch.sub(their, own, out=difference)
@@ -310,9 +310,9 @@ class Directions:
     # --- Orthonormal directions ---
 
     def orthonormalize(self, counter: int) -> None:
-        """Make each edge's directions for a matrix orthonormal, after resampling those of norm 0.
+        """Make each edge's directions for a matrix orthonormal, after resampling zero directions.
 
-        `counter` is that of random draws.
+        `counter` is the index of the random draws.
         """
         if self._rank == 1:
             self._normalize(counter)

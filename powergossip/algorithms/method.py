@@ -39,7 +39,7 @@ def rows() -> dict[str, _options.Builder]:
 
 
 def parameters(name: str, given: Mapping[str, Any] | None = None) -> dict[str, Parameter]:
-    """Option → parameter of a method, whose compressor may be `given`. Raises ValueError."""
+    """Option → parameter of a method. `given` may name its compressor. Raises ValueError."""
     row = _options.find(rows() | registry.CONSENSUS_ONLY, "algorithm", name)
     return _options.parameters(row, given, compressor=compressors.COMPRESSORS)
 
@@ -111,11 +111,11 @@ class Method:
         return cls(averaging, learning, local_optimizer, values, own)
 
     def with_learning(self, **values: Any) -> "Method":
-        """The same method with those of the values that its learning rule has as options."""
+        """The same method with these values of its learning rule's options. Others are ignored."""
         own = {k: v for k, v in values.items() if k in self.learning_options}
         return replace(self, learning_options={**self.learning_options, **own})
 
-    # --- What it is ---
+    # --- Kind ---
 
     @property
     def averages(self) -> bool:
@@ -127,7 +127,7 @@ class Method:
         """True if it averages models over the edges of a graph."""
         return self.averages and self.averaging != "all-reduce"
 
-    # --- Its parts ---
+    # --- Parts ---
 
     def averaging_rule(self, network: Network, layout: Layout, **values: Any) -> Averaging:
         """The averaging rule. Other `values` of its options take precedence.
@@ -193,7 +193,7 @@ class Method:
         return learning_rules.largest_rate(self.learning, topology, self.learning_options)
 
     def warn_of_rate(self, network: Network, layout: Layout) -> None:
-        """Warn of a diffusion rate with which the method may diverge."""
+        """Warn of a diffusion rate that may make the method diverge."""
         registry.warn_of_rate(self.averaging, network, layout, self.options, self._factor)
         rate = self.options.get("diffusion_rate")
         if isinstance(rate, float | int):
@@ -211,9 +211,9 @@ class Method:
 def rule_options(
     learning: str, local_optimizer: str, *, local_steps: int, **values: Any
 ) -> dict[str, Any]:
-    """Those of the values that a learning rule has as options.
+    """The values that are options of a learning rule.
 
-    Raises ValueError for several local steps of a rule without.
+    Raises ValueError for several local steps if the rule has none.
     """
     known = learning_rules.options(learning, local_optimizer)
     if local_steps > 1 and "local_steps" not in known:

@@ -1,7 +1,7 @@
 """PowerGossip: averaging by power iteration on the difference of neighbors.
 
-The loop over iterations and messages is `PowerGossip.increment`. An iteration's products and its
-update of X are those of a `Side`: `MatrixSide` of directions.py, or on a CPU with a C compiler
+The loop over iterations and messages is `PowerGossip.increment`. A `Side` computes an iteration's
+products and its update of X: `MatrixSide` of directions.py, or on a CPU with a C compiler
 `CompiledSide` of compiled_directions.py. The tests have a plain version, tests/harness/
 power_gossip_reference.py.
 """
@@ -176,7 +176,7 @@ class PowerGossip:
         return tuple(messages)
 
     def update(self, out: Tensor, received: Sequence[Tensor], rest: Tensor | None) -> None:
-        """out ← out + the exchanges of an iteration. rest: that of `messages`, or None."""
+        """out ← out + the exchanges of an iteration. rest: the plain message, or None."""
         t = self._t
         if rest is not None:
             self._gossip(rest, received[-1], out[:, self.compressed :])

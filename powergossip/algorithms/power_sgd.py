@@ -23,7 +23,7 @@ _LEFT, _RIGHT = 0, 1  # sides of a matrix: vectors as long as a column, and as l
 _TINY = 1e-30  # norms below this count as zero
 _DEPENDENT = 1e-5  # relative residual below which a direction depends on others (float32 rounding)
 _RIDGE = 1e-15  # relative to a direction's squared norm
-_ATTEMPTS = 8  # redraws of dependent directions, of which the first almost always succeeds
+_ATTEMPTS = 8  # redraws of dependent directions; the first almost always succeeds
 
 
 @dataclass(frozen=True)
@@ -314,7 +314,7 @@ class _Group:
         return batches(x, self._stack)[self._part]
 
     def product_size(self, side: int) -> int:
-        """Elements of `out` in a worker's message; `side` is that of `in`."""
+        """Elements of `out` in a worker's message. side: the side of `in`."""
         return self.directions[1 - side].numel()
 
     def draw(self, side: int, counter: int) -> None:

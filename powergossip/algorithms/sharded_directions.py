@@ -1,13 +1,13 @@
-"""The directions of PowerGossip for matrices whose rows are divided over the shards of a worker.
+"""The directions of PowerGossip for matrices with rows divided over the shards of a worker.
 
-With X in blocks of rows X_k, one iteration is that of the whole matrix:
+X consists of blocks of rows X_k. An iteration gives the same result as with the whole matrix:
 
 - Side 0, p in blocks p_k: s = Σ_k X_kᵀ p_k is summed inside the replica. Each shard sends a part of
   it, and the parts that arrive are gathered. All shards then have d.
 - Side 1, p whole in all shards: s_k = X_k p is sent to shard k of the neighbor. d is in blocks.
 
 Norms, Gram matrices (r × r) and the largest magnitudes of directions in blocks are reduced inside
-the replica. Random directions are those of the whole.
+the replica. Random directions are the same as with the whole matrix.
 """
 
 from collections.abc import Sequence
@@ -46,7 +46,7 @@ class WholeSide(MatrixSide):
 class DividedSide(MatrixSide):
     """Side 0: directions as long as a column of X, in blocks.
 
-    `packed` and `unpack` are those of the whole.
+    `packed` and `unpack` have whole directions.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class DividedSide(MatrixSide):
         self._rows = [stack.rows for stack in whole]
         self._shards = shards
         super().__init__(edges, rank, stacks, side=0)
-        self.branches = True  # what is skipped are collectives
+        self.branches = True  # to skip collectives
 
     def _whole_of(self, stacks: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
         return [(layers, rows) for (layers, _), rows in zip(stacks, self._rows, strict=True)]

@@ -9,8 +9,8 @@ PyTorch's guidance: tune the rank from 1 by factors of 2. Start compression at 1
 not before the end of the warm-up, and later until the accuracy suffices. Prefer the layer-wise
 hook, and use the batched one at rank 1 only.
 
-Process group: NCCL where every process of a host has a GPU of its own, otherwise gloo, since NCCL
-does not let two processes share a GPU. If gloo picks an interface that other hosts cannot reach,
+Process group: NCCL if every process of a host has its own GPU, otherwise gloo, since NCCL does not
+let two processes share a GPU. If gloo picks an interface that other hosts cannot reach,
 set the environment variable GLOO_SOCKET_IFNAME.
 
 Axes: worker (hosted here: one); D parameters of a worker; n workers.
@@ -74,9 +74,9 @@ def orthogonalize(epsilon: float, matrices: Tensor, _: float = 0) -> None:
     github.com/pytorch/pytorch/pull/75157 it gives a single matrix to a function that takes batches
     only. It also ignores PowerSGDState.orthogonalization_epsilon.
 
-    With epsilon > 0, a column of zeros, such as that of a gradient of zeros, is replaced by a fixed
-    random one. PyTorch leaves it at zero at rank 1 and 2, where with warm start it would stay zero
-    forever, and the matrix would never be updated again.
+    With epsilon > 0, a fixed random column replaces a column of zeros, which a gradient of zeros
+    causes. PyTorch leaves it at zero at rank 1 and 2. With warm start it would then stay zero, and
+    the matrix would never be updated again.
     """
     batch = matrices if matrices.ndim == 3 else matrices[None]
     zero = (batch == 0).all(1, keepdim=True)
@@ -180,9 +180,9 @@ class DDPHook:
     start_iteration, then for each element of P, of Q and of the uncompressed tensors.
 
     The models keep their own memory. Their forward pass does not go through DDP. Frozen parameters
-    have no gradient and are not sent. Options are those of PyTorch's PowerSGDState, with its names
-    matrix_approximation_rank, start_powerSGD_iter, use_error_feedback, random_seed where they
-    differ.
+    have no gradient and are not sent. PyTorch's PowerSGDState has the same options. Its names,
+    where they differ, are matrix_approximation_rank, start_powerSGD_iter, use_error_feedback and
+    random_seed.
 
     Args:
         update: Step of a local optimizer over parameters.x.
@@ -329,8 +329,8 @@ class DDPHook:
             )
         self._settling = True
         ddp.register_comm_hook(self.state, self._counted_hook)
-        # After its first backward pass DDP rebuilds its buckets in the order in which gradients
-        # arrived. A resumed run would then find errors and directions of another order. So the
+        # After its first backward pass DDP rebuilds its buckets in the order of the gradients'
+        # arrival. In a resumed run, errors and directions would then be in another order. So the
         # first pass has zero gradients, in an order that depends on the model only.
         ddp()
         torch.stack([parameter.sum() for parameter in model.parameters()]).sum().mul(0).backward()
@@ -381,7 +381,7 @@ class DDPHook:
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Restore the state returned by `state_dict()`: same model, same number of workers.
 
-        The first compressed step is that of the state.
+        The first compressed step is the saved one.
         """
         state = self.state
         state.iter = saved["steps"]
