@@ -1,7 +1,7 @@
 """Averaging rules in edge form: exchanges between the two ends of an edge.
 
 The rules of `powergossip.algorithms` average all workers in one step. Here the unit is the edge
-(i, j). It has a counter k of its own, and each end has its own state. An exchange consists of two
+(i, j). Each edge has its own counter k, and each end its own state. An exchange consists of two
 messages, the *parts* of the ends::
 
     s_i = end.part(x_i, k)                     sent to j, and kept until exchange k is applied
@@ -9,8 +9,8 @@ messages, the *parts* of the ends::
 
 Both ends compute u_ij = −u_ji from the same bits, each at its own time. Σ_i x_i is thus conserved
 whatever the speeds of workers and the delays of messages. An end starts exchange k + 1 after it has
-applied k. Hence its neighbor is at most one exchange ahead. An exchange of which a part is lost may
-be skipped: then its state stays as it is.
+applied k. Hence its neighbor is at most one exchange ahead. If a part is lost, the exchange may be
+skipped. The state then stays the same.
 
 Without delays, one exchange on every edge is one iteration of the rule of the same name in
 `powergossip.algorithms`, up to rounding.
@@ -46,7 +46,7 @@ class End(Protocol):
     """One end of an edge: its state, which both ends change alike."""
 
     def part(self, x: Tensor, k: int) -> Tensor:
-        """The message s_i of exchange k for x_i [D], in memory of its own."""
+        """The message s_i of exchange k for x_i [D], in new memory."""
         ...
 
     def exchange(self, own: Tensor, received: Tensor, k: int, weight: float) -> Tensor:
@@ -67,10 +67,10 @@ class Exchanges:
 
     Attributes:
         rounds: Number of exchanges on each edge in a step of the synchronous rule.
-        kind: That of all of them: both ends compute u_ij = −u_ji.
+        kind: The kind of all rules in edge form: both ends compute u_ij = −u_ji.
         dual_rate: Default of exact diffusion's dual rate.
         given: Options.
-        common: What several ends share, by keys of their own.
+        common: Objects that several ends share, by any key.
 
     Raises:
         ValueError: For unknown names and options, bad values.
@@ -96,7 +96,7 @@ class Exchanges:
         """The end at worker i of its edge with j, in the state at the start.
 
         Args:
-            like: A tensor of the dtype and device of x, which are those of all ends.
+            like: A tensor of the dtype and device of x. They are the same at all ends.
             incarnation: None for an edge of the start. An edge that begins later counts the
                 replacements of its workers.
         """
@@ -137,7 +137,7 @@ class PlainEnd(Stateless):
 
 
 class PowerEnd:
-    """An iteration of algorithms.PowerGossip, with directions of its own::
+    """An iteration of algorithms.PowerGossip, with the end's own directions::
 
         p ← orthonormalize(p)                the same p at both ends
         s_i = X_iᵀ p                         the part (in every second exchange X_i p, sides swap)
@@ -229,7 +229,7 @@ class ChocoEnd:
         return u[0].mul_(weight)
 
     def state_dict(self) -> dict[str, Any]:
-        """own: x̂_i, other: x̂_j, [D] each. begun: whether the uncompressed parts are applied."""
+        """own: x̂_i, other: x̂_j, [D] each. begun: True once uncompressed parts are applied."""
         own, other = self._gossip.public[0], self._gossip.publics[0, 0]
         return {"own": own, "other": other, "begun": self._begun}
 

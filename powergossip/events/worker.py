@@ -1,13 +1,13 @@
 """The life of a worker whose exchanges may be late: one generator, for any driver::
 
     worker = Worker(...)
-    for action in worker.life(): ...   a driver does what the worker yields, and resumes it
+    for action in worker.life(): ...   a driver carries out each action, and resumes the worker
     worker.take_outbox()               messages to send, after every resumption
     worker.receive(j, message)         a message that has arrived
-    worker.learn(view)                 workers that are known to be dead, or replaced
+    worker.learn(view)                 news of dead or replaced workers
 
-A worker keeps what it needs in attributes, so that a driver can save it at every `yield` and
-restore it with a new generator.
+The state of a worker is in its attributes. A driver can thus save it at every `yield` and restore
+it with a new generator.
 """
 
 from collections.abc import Generator, Mapping
@@ -39,13 +39,13 @@ class Action(Enum):
 
 @dataclass(frozen=True)
 class Message:
-    """A part of an exchange on its way.
+    """The message of one end in an exchange.
 
     Attributes:
         k: Counter of the exchange.
-        incarnation: Sum of the versions of the workers of the edge.
-        view: View of the sender.
-        part: Part of the sender, None if it was lost.
+        incarnation: Sum of the versions of the edge's two workers, see `members`.
+        view: Versions of all workers as the sender knows them.
+        part: The sender's part, see `averaging`. None if it was lost.
     """
 
     k: int
@@ -60,10 +60,10 @@ class Edge:
 
     Attributes:
         begins_later: True if the edge begins after the start.
-        k: Counter of the pending exchange, or else of the next one.
-        own: Message of the pending exchange, None without one.
+        k: Counter of the pending exchange. If there is none, counter of the next exchange.
+        own: This end's message of the pending exchange, or None.
         started: The worker's step when it sent that message.
-        inbox: Messages of the neighbor by k. It is at most one exchange ahead.
+        inbox: k → the neighbor's message. The neighbor is at most one exchange ahead.
     """
 
     end: End
@@ -81,13 +81,14 @@ class Edge:
 
 
 class Policy:
-    """Pending exchanges that a worker waits for before its step goes on.
+    """The choice of pending exchanges that a worker waits for before its step goes on::
 
-    Attributes:
-        synchronous: All of them.
-        bounded: The exchanges of edges that are more than max_delay exchanges behind: one that was
-            sent in this step is 1 behind, in the step before 2, …. max_delay=0: all of them.
-        asynchronous: None, and so with a2cid2.
+        synchronous             all
+        bounded                 the exchanges that are more than max_delay behind, see below
+        asynchronous, a2cid2    none
+
+    An exchange that was started in this step is 1 behind, one of the step before is 2 behind, and
+    so on. With max_delay=0, a worker waits for all.
     """
 
     def __init__(self, gossip: str = "synchronous", max_delay: int = 0):
@@ -104,16 +105,16 @@ class Policy:
 class Worker:
     """A worker: its edges, its learning rule, and the order of their steps.
 
-    Each step whose rule is `exchanging` has `rounds` exchanges on each edge, or fewer where it does
-    not wait.
+    In a step where the rule is `exchanging`, each edge has `rounds` exchanges, or fewer if the
+    worker does not wait for them.
 
     Args:
         view: Versions of all workers as this one knows them.
         steps: Number of completed steps.
 
     Attributes:
-        edges: Edge by neighbor j, also those whose weight has become 0 in the view.
-        late: Neighbors for whose pending exchange a driver does not let the worker wait.
+        edges: Neighbor j → edge, including edges of weight 0 in the view.
+        late: Neighbors with a pending exchange that the worker does not wait for. Drivers set it.
         log: (kind, j, k) of all events that changed the state since the driver last cleared it.
     """
 
@@ -140,7 +141,7 @@ class Worker:
     # --- Steps ---
 
     def life(self) -> Generator[Action, None, None]:
-        """Step after step, for ever."""
+        """Take steps without end. Yields actions for the driver."""
         while True:
             if self.phase == "begin":
                 self.begin()
@@ -169,7 +170,7 @@ class Worker:
             self._start_all()
 
     def compute(self) -> None:
-        """After the gradient."""
+        """Continue the step after its gradient is computed."""
         self._note("gradient")
         self.rule.clip()
         if not self.rule.overlapping:
@@ -186,7 +187,7 @@ class Worker:
         self.steps += 1
 
     def waiting_for(self) -> list[int]:
-        """The neighbors whose parts the worker waits for."""
+        """The neighbors that the worker waits for."""
         present = self._members.weights(self.view)[self.index]
         return [
             j
@@ -238,7 +239,7 @@ class Worker:
         return taken
 
     def receive(self, j: int, message: Message) -> None:
-        """Take a message from j. One of an edge that no longer exists is ignored."""
+        """Take a message from j. It is ignored if its edge no longer exists."""
         self.learn(message.view)
         edge = self.edges.get(j)
         if edge is not None and message.incarnation == edge.incarnation and message.k >= edge.k:
@@ -247,7 +248,7 @@ class Worker:
     # --- Members ---
 
     def learn(self, view: View) -> None:
-        """Merge a view with the worker's own: forget edges of the dead, open those that are new."""
+        """Merge a view with the worker's own: close edges of changed workers, open new edges."""
         merged = union(self.view, view)
         if merged == self.view:
             return
@@ -280,7 +281,7 @@ class Worker:
     # --- State ---
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything but x. Not to be taken while messages are in the outbox."""
+        """The state without x. The outbox must be empty."""
         assert not self._outbox
         return {
             "steps": self.steps,
@@ -321,6 +322,6 @@ def packed(message: Message) -> list[Any]:
 
 
 def unpacked(values: list[Any]) -> Message:
-    """The message of `packed`."""
+    """The message from the values of `packed`."""
     k, incarnation, view, part = values
     return Message(k, incarnation, tuple(view), part)
