@@ -44,9 +44,9 @@ class RunKeys:
     recalibration_batches: int = 10  # batches of each worker that recalibrate them
 
     # Data and model
-    task: str = "Digits"  # a name, or a function of your own: package.module:callable
-    task_architecture: str | None = None  # the model: a name, or a function of your own. By default
-    #   the task's
+    task: str = "Digits"  # a name, or your own function: package.module:callable
+    task_architecture: str | None = None  # the model: a name, or your own function. By default the
+    #   task's
     task_options: dict[str, Any] = field(default_factory=dict)  # such as {normalization: group}
     batch_size: int | None = None  # samples of a worker's batch, by default the task's
     drop_last: bool | None = None  # leave out the last, smaller batch of an epoch, by default for
@@ -145,7 +145,7 @@ class RunKeys:
     spectrum_logging_worker_pairs: list[Any] = field(default_factory=list)  # [[0, 1], ...]
 
     # Connection of the processes
-    distributed_backend: str = "auto"  # mpi, gloo or nccl. auto: that of the launcher, torchrun or
+    distributed_backend: str = "auto"  # mpi, gloo or nccl. auto: the launcher's, torchrun or
     #   mpirun. NCCL needs a GPU for each process
     distributed_init_file: str | None = None  # a new file in a common folder, in which n_workers
     #   processes find each other, with gloo or nccl and without a launcher

@@ -1,7 +1,7 @@
 """The keys of train.Config: accepted values, and the options of the chosen method.
 
-A key `optimizer_X` is the option X of the method `optimizer`. Its options are those of its row (see
-powergossip.options), so a new option needs no line here. null stands for the default.
+A key `optimizer_X` is the option X of the method `optimizer`. A method has the options of its row
+(see powergossip.options), so a new option needs no line here. null stands for the default.
 """
 
 import inspect
@@ -34,7 +34,7 @@ from powergossip.training.method_keys import (
 )
 from powergossip.training.precision import PRECISIONS
 
-# Options of learning rules that have a key of their own. All others are in learning_options.
+# Options of learning rules with their own key. All others are in learning_options.
 LEARNING_KEYS = {
     *OWN_KEYS,
     "overlapping",
@@ -57,8 +57,8 @@ def checked(
     """Return the settings of a configuration, without blanks, with the options of its method.
 
     Args:
-        explicit: Keys given for this run. Those of another method are rejected. Other keys of
-            another method that are set give one warning.
+        explicit: Keys given for this run. Among them, a key of another method is rejected.
+            Among the other keys, keys of another method give one warning.
 
     Raises:
         ValueError: For bad values.
@@ -122,7 +122,7 @@ def _resolve_blanks(values: dict[str, Any], processes: Processes) -> None:
 
 
 def data_differ(c: Settings) -> bool:
-    """Whether the configuration gives the workers non-IID data."""
+    """True if the configuration gives the workers non-IID data."""
     ignored = tasks.IGNORED.get(c.task, ())
     is_sorted = c.use_decentralized_data and "use_decentralized_data" not in ignored
     skewed = (c.decentralized_data_dirichlet_alpha, c.decentralized_data_column)
@@ -241,7 +241,7 @@ def _check_batched(c: Settings) -> None:
 
 
 def _is_pair(values: Any) -> bool:
-    """Whether this is a list of two finite numbers."""
+    """True if this is a list of two finite numbers."""
     try:
         return len(values) == 2 and all(math.isfinite(value) for value in values)
     except TypeError:
@@ -326,10 +326,10 @@ def _check_learning(c: Settings, explicit: Collection[str]) -> None:
 
 
 def shared_keys(optimizer: str) -> dict[str, str]:
-    """Return option → key without the prefix, for the options of a row that have those values.
+    """Return option → key without the prefix, for the options of a row with shared values.
 
     A value that a row binds by `functools.partial` stays. Averaging rules of a script share the
-    seed only: their momentum, for instance, is not that of the local optimizer.
+    seed only: their momentum, for instance, is not the local optimizer's.
     """
     row = {**algorithms.AVERAGING, **aggregation.AGGREGATIONS}.get(
         optimizer, torch_powersgd.DDPHook
@@ -337,12 +337,12 @@ def shared_keys(optimizer: str) -> dict[str, str]:
     bound = row.keywords if isinstance(row, partial) else {}
     of_script = not options.is_of_library(row.func if isinstance(row, partial) else row)
     names = ("seed",) if of_script and optimizer in algorithms.AVERAGING else OWN_KEYS
-    own = inspect.signature(row).parameters  # without those of a compressor
+    own = inspect.signature(row).parameters  # without a compressor's
     return {name: OWN_KEYS[name] for name in names if name in own and name not in bound}
 
 
 def _keys(optimizer: str, known: Iterable[str]) -> dict[str, str]:
-    """Return option → X of its key optimizer_X, for those of the options that have such a key."""
+    """Return option → X of its key optimizer_X, for the options with such a key."""
     keys = {name: key for key, name in ALIASES.get(optimizer, {}).items()}
     shared = shared_keys(optimizer)
     own = (name for name in known if name not in shared and name not in OF_RULE)

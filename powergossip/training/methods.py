@@ -193,7 +193,7 @@ def _constant(epoch: float) -> None:
 def _guided_start(c: Settings, steps_per_epoch: int) -> int:
     """The first compressed step of PyTorch's hooks for the run as it is planned now.
 
-    A resumed run keeps that of its checkpoint. A warm-up by a factor of 1 is none.
+    A resumed run keeps its checkpoint's. With a warm-up factor of 1 there is no warm-up.
     """
     epochs = c.distributed_lr_warmup_epoch if c.distributed_lr_warmup_factor != 1 else 0
     steps = ceil(min(epochs, c.num_epochs) * steps_per_epoch)
@@ -203,7 +203,7 @@ def _guided_start(c: Settings, steps_per_epoch: int) -> int:
 def diffusion_rate(c: Settings, topology: Topology, layout: Layout) -> float | None:
     """γ as configured, the best for plain gossip on this topology, or the default.
 
-    None without gossip, and where tensors have rates of their own.
+    None without gossip, or if each tensor has its own rate.
     """
     rate = c.method.diffusion_rate(topology, layout)
     if rate == "auto":

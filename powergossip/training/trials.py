@@ -27,13 +27,13 @@ from powergossip.training.config import Settings
 from powergossip.trees import map_tensors
 
 STEPS, MORE = 8, 3  # before and after a state is saved
-MOST = 1000  # steps in which a method has to average
+MOST = 1000  # a method has to average within so many steps
 SIZE = 32  # rows and columns of the only matrix
 LAYOUT = Layout([(SIZE, SIZE)])
 
-# For x [worker, D] at the start: the tensors [worker, D] that are no part of the state, of which
-# steps change the first one; the row, and other parts with state; and a step with a displacement of
-# x or a gradient [worker, D].
+# For x [worker, D] at the start: the tensors [worker, D] outside the state, the first of them
+# changed by steps; the row, and other parts with state; and a step with a displacement of x or a
+# gradient [worker, D].
 Begun = tuple[tuple[Tensor, ...], tuple[Any, ...], Callable[[Tensor], Any]]
 Begin = Callable[[Network, Tensor], Begun]
 
@@ -178,7 +178,7 @@ def try_aggregation(
 def try_learning(
     c: Settings, topology: Topology, make: Callable[[Network, Parameters], Any]
 ) -> None:
-    """The same for a learning rule, of which `make` makes a `methods.Method`."""
+    """The same for a learning rule. `make` makes a `methods.Learner` with it."""
 
     def begin(network: Network, x: Tensor, factor: float = 1.0) -> Begun:
         parameters = Parameters([_Model(SIZE, SIZE, bias=False) for _ in network.workers])
@@ -249,7 +249,7 @@ def _leaks(topology: Topology, begin: Begin, steps: int) -> bool:
     """True if a worker depends on numbers of others, although all messages are ones."""
     with suppress(Exception):  # some cannot work with such messages
         found, again = (_Trial(begin, topology, ones=True).steps(steps) for _ in range(2))
-        return _are_close(found, again) and any(  # otherwise it draws numbers of its own
+        return _are_close(found, again) and any(  # otherwise it draws its own numbers
             not _are_close([x[~some] for x in after], [x[~some] for x in found])
             for some in halves(topology.n_workers)
             for after in [_Trial(begin, topology, ones=True).steps(steps, some)]

@@ -11,7 +11,7 @@ _KEPT = 2  # evaluated epochs
 
 class SharedRows(Rows):
     """Rows that all processes know. If process 0 is lost, the first surviving one takes over. It
-    has the rows of the last epochs, some of which may not have been written. Bits and messages then
+    has the rows of the last epochs. Some of them may not have been written. Bits and messages then
     count its own first worker.
     """
 

@@ -27,8 +27,8 @@ from powergossip.training.schedule import learning_rate
 class EdgeWorkers:
     """The workers of this process, for a clock that lets them live.
 
-    Every worker has its own count of steps, its own local optimizer, and the learning rate of its
-    own progress. A worker that has taken more than the steps of num_epochs goes on in further
+    Every worker has its own step count and local optimizer, and the learning rate that belongs to
+    its progress. A worker that has taken more than the steps of num_epochs goes on in further
     epochs of its data. With data_of_lost=redistributed, an epoch has the samples of the workers
     that its worker knew to be lost when the epoch began.
 
