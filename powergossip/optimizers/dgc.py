@@ -80,7 +80,7 @@ class DGC(CompressedMean):
         """Return the parameters and their gradients.
 
         Raises ValueError for an optimizer with its own momentum (such as Adam), or, if it is
-        DGCSGD, with another momentum than that of the configuration.
+        DGCSGD, with another momentum than in the configuration.
         """
         check_momentum(optimizer, self.config.momentum, self.config.nesterov)
         return super().collect(optimizer)

@@ -6,7 +6,7 @@
     optimizer = GossipOptimizer(local, "power-gossip", rank=1)
 
 The rest of the loop is unchanged and runs under `mpirun -np N`. Every process computes the gradient
-of its own data, and `step` updates its own parameters and then moves them towards its neighbors'
+on its own data, and `step` updates its own parameters and then moves them towards its neighbors'
 parameters. This is D-PSGD with an averaging algorithm G, x ← G(x − η u(g)), as in Lian et al.
 (2017), arXiv:1705.09056. In a single process, it is the wrapped optimizer.
 """
@@ -160,7 +160,7 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
                 mpi4py communicator, a `Processes`, or None for all processes of the run.
             mesh: The dimension of a DeviceMesh along which replicas differ, such as
                 mesh["replica"], for parameters that are sharded along another one.
-            per_shard: Whether a shard compresses its block of a matrix as a matrix of its own.
+            per_shard: True if a shard compresses its block of a matrix as a separate matrix.
             **options: Of `GossipMethod.on_graph`: topology="ring", topology_options, seed=0, and
                 the options of the algorithm, which `algorithms.defaults("power-gossip")` lists.
         """
@@ -483,7 +483,7 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the state returned by `state_dict()`. The model's state is loaded separately. If
-        it was loaded before construction and is that of this state, its values come back now.
+        it belongs to this state and was loaded before construction, its values come back now.
 
         Raises:
             ValueError: For a state of another method, worker, number of workers or model, or of

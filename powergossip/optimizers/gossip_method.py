@@ -1,4 +1,4 @@
-"""A method on a graph, for a training loop of your own."""
+"""A method on a graph, for your own training loop."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -88,7 +88,7 @@ class GossipMethod(Method):
         return Network(topology, processes, device, dtype=dtype)
 
     def build(self, network: Network, layout: Layout, part: int) -> Averaging:
-        """The averaging rule for the parameters of a part, with random streams of its own."""
+        """The averaging rule for the parameters of a part, with its own random streams."""
         seed = randomness.torch_seed(self.seed, "part", part) if part else self.seed
         return self.averaging_rule(
             network, layout, **{"seed": seed} if "seed" in self.options else {}

@@ -155,8 +155,8 @@ class Gradients:
             raise ValueError("a shard has no rows of any parameter; use fewer shards")
 
     def of_loop(self, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-        """Return the gradients p.grad, or their blocks, in the order of the parameters. Clear those
-        of frozen ones.
+        """Return the gradients p.grad, or their blocks, in the order of the parameters. Clear the
+        gradients of frozen parameters.
 
         Raises ValueError if one is missing, sparse or of another dtype, for an optimizer of other
         parameters, and for a parameter that was frozen or released since construction.

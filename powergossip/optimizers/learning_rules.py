@@ -1,6 +1,6 @@
 """Learning rules of algorithms.learning around a torch optimizer. See GossipOptimizer.
 
-Axes: worker (always 1: that of this process), D elements of a part.
+Axes: worker (always 1: this process' worker), D elements of a part.
 """
 
 from collections.abc import Sequence
@@ -244,11 +244,11 @@ class PartRule:
         move                          a conversation after the local update
         end                           after the last message
 
-    A step without a local update leaves out the four in the middle. Then the displacement is 0.
+    A step without a local update skips the four in the middle. Then the displacement is 0.
 
     Attributes:
-        reads_updates: Whether the rule depends on the local update, or changes x after messages.
-        state_dict, load_state_dict: Those of the rule, with the state of its averaging algorithm.
+        reads_updates: True if the rule depends on the local update, or changes x after messages.
+        state_dict, load_state_dict: The rule's, with the state of its averaging algorithm.
     """
 
     def __init__(self, rule: learning.GossipRule, local: _Local):
@@ -277,7 +277,7 @@ class PartRule:
             self._local.take_gradients()
 
     def direct(self) -> None:
-        """p.grad ← the direction. A closure may compute several gradients: that of the first."""
+        """p.grad ← the direction. If a closure computes several gradients, the first one."""
         g = self._local.g
         if g is None:
             return
@@ -288,7 +288,7 @@ class PartRule:
         self._local.put_gradients()
 
     def before_update(self) -> None:
-        """Keep x, for the displacement."""
+        """Keep x to compute the displacement."""
         self._before.copy_(self._local.x[:, : self._before.shape[1]])
 
     def after_update(self) -> None:

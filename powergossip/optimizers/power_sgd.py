@@ -49,7 +49,7 @@ class AllReduce(Aggregator):
     """The exact mean: x̄ = (1/n) Σ_j x_j. Sends 2 (n − 1)/n times the size of the gradients.
 
     Args:
-        network: A network with one worker per process, by default that of the process group.
+        network: A network with one worker per process, by default the process group's.
         process_group: As for `PowerSGD`.
     """
 
@@ -111,7 +111,7 @@ class PowerSGD(CompressedMean):
         params: Tensors or (name, tensor) pairs, in an order that all processes share. All workers
             start from the parameters of process 0. Frozen parameters (requires_grad=False) are
             neither changed nor sent.
-        network: A network with one worker per process, by default that of the process group.
+        network: A network with one worker per process, by default the process group's.
         process_group: A group of torch.distributed, an mpi4py communicator, a `Processes`, or None
             for all processes of the run.
         message_dtype: "float32", or "parameter": then messages about parameters in bfloat16 or
