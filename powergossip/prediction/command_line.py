@@ -7,8 +7,8 @@
         --method all-reduce:local_steps=30 --method power-gossip:num_iterations=8,local_steps=30
 
 The table has, for each method and graph, the bytes and messages that a worker sends in a step, the
-time of a step, steps per second, the fraction of a step in which the worker waits for messages, and
-the rounds of plain gossip in which the distance between the workers falls tenfold. The last line
+time of a step, steps per second, the fraction of a step that the worker waits for messages, and the
+rounds of plain gossip until the distance between the workers has fallen tenfold. The last line
 recommends a method and graph.
 
 The bytes are counted by running a step of each method, and the CPU time of averaging is measured on
@@ -42,7 +42,7 @@ TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}  # seconds
 GRAPHS = ("ring", "torus", "exponential", "one-peer-exponential", "base-graph")
 MOST_WORKERS = 100_000  # beyond them, graphs take minutes
 SECONDS = 0.1  # of a measurement of averaging
-# Options of --method that are not the algorithm's, but those of rounds of local steps
+# Options of --method for rounds of local steps, not for the algorithm
 ROUNDS = ("local_steps", "fragments", "gradient_correction", "overlapping")
 TOLERANCE = 1.25  # times the fastest step: slower steps are not recommended
 PER_MESSAGE = "130us"  # CPU time of Open MPI over TCP, see docs/prediction.md
@@ -230,7 +230,7 @@ def _time(seconds: float) -> str:
 
 
 def _methods(given: Sequence[str]) -> "Mapping[str, PredictedMethod]":
-    """{label: Method} of --method NAME:OPTION=VALUE,…, by default those of `METHODS`."""
+    """{label: Method} of --method NAME:OPTION=VALUE,…, by default `METHODS`."""
     from powergossip import algorithms
     from powergossip.algorithms import aggregation
     from powergossip.prediction.traffic import METHODS, PredictedMethod

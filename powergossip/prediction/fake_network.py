@@ -14,7 +14,7 @@ from powergossip.network.processes import Channel, Pieces, Processes, Requests
 
 
 class FakeProcesses(Processes):
-    """Process `rank` of `size`, of which the others do not exist."""
+    """Process `rank` of `size`. The others do not exist."""
 
     transport = "none"
 

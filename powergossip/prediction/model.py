@@ -1,14 +1,14 @@
 """Seconds of a training step on a cluster.
 
-The step of a method is a sequence of phases: messages that are posted together and waited for. For
-a phase k in which a host sends S_k bytes to other hosts, in m_k messages of a worker::
+The step of a method is a sequence of phases: messages that are posted together and waited for. If a
+host sends S_k bytes to other hosts in phase k, in m_k messages of a worker, the phase takes::
 
     T_k = o m_k + L_k + max(8 S_k / (η R), b s_k)
 
 L_k is the latency L, or 3 L with messages above the eager limit, which announce themselves and wait
-for the answer. R is the rate of the host's link in each direction, η its payload fraction, o the
-CPU time of a message and b that of a byte, at both ends together. An all-reduce is two phases,
-reduce-scatter and all-gather, in which all workers send to all. CPU times are multiplied by
+for the answer. R is the rate of the host's link in each direction, and η its payload fraction. o is
+the CPU time of a message, and b the CPU time of a byte, at both ends together. An all-reduce is two
+phases, reduce-scatter and all-gather. In both, all workers send to all. CPU times are multiplied by
 max(1, workers of a host ÷ its cores). A step takes::
 
     T = max(T_gradient, T_1) + T_averaging + T_2 + T_3 + …     messages of the first phase in flight
@@ -93,7 +93,7 @@ class Compute:
 
 @dataclass(frozen=True)
 class Step:
-    """A predicted step. Times are seconds, bytes and messages those of the busiest worker.
+    """A predicted step. Times are seconds. Bytes and messages are the busiest worker's.
 
     Attributes:
         seconds: Time of the whole step.
@@ -250,7 +250,7 @@ def _transfers(phase: Phase, load: _Load, n: int, hosts: int) -> Sequence[_Trans
 
 
 def _transfer_time(part: _Transfer, cluster: Cluster, contention: float) -> tuple[float, float]:
-    """CPU time, and the time in which the link is busy or the message in flight."""
+    """CPU time, and the time while the link is busy or the message in flight."""
     cpu = cluster.per_message * part.messages * contention
     latencies = 0 if not part.largest else 3 if part.largest > cluster.eager_limit else 1
     copying = cluster.per_byte * part.bytes * contention

@@ -28,7 +28,7 @@ ARCHITECTURES: dict[str, Callable[[], nn.Module]] = {
     "LSTM": lambda: language_models.LSTM(WIKITEXT),
     "GPT": lambda: language_models.GPT(BYTES),
 }
-LAYERS = 16  # square matrices of a model of which only the number of parameters is known
+LAYERS = 16  # square matrices of a model, if only its number of parameters is known
 SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
 MOST = 10**9  # parameters
 

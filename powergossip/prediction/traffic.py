@@ -38,14 +38,14 @@ STEPS = 2  # after which the sides of power iteration repeat
 class PredictedMethod:
     """A row of algorithms.AVERAGING or aggregation.AGGREGATIONS with its options.
 
-    With rounds of several local steps, it is that of learning=diloco.
+    With rounds of several local steps, the learning rule is learning=diloco.
 
     Attributes:
         local_steps: Number of local steps in a round.
         fragments: Number of parts of the model, whose rounds end at different steps.
-        gradient_correction: Whether gradients are corrected: messages have two variables.
-        overlapping: Whether messages are in flight during gradients: those of the first phase of a
-            step, or all of a round. None: for gossip in every step.
+        gradient_correction: True if gradients are corrected: messages have two variables.
+        overlapping: True if messages are in flight during gradients: the messages of the first
+            phase of a step, or of a whole round. None: for gossip in every step.
 
     Raises:
         ValueError: For rounds that the method cannot have.
@@ -75,12 +75,12 @@ class PredictedMethod:
 
     @property
     def gossips(self) -> bool:
-        """Whether it averages models over the edges of a graph."""
+        """True if it averages models over the edges of a graph."""
         return self.method.gossips
 
     @property
     def overlaps(self) -> bool:
-        """Whether messages are in flight during gradients."""
+        """True if messages are in flight during gradients."""
         return (
             self.gossips and self.local_steps == 1 if self.overlapping is None else self.overlapping
         )
@@ -223,8 +223,8 @@ def cpu_seconds(
     """CPU seconds of averaging in a step of one worker: without neighbors, and for each neighbor.
 
     Measured on rings of 2 and 3 workers, without messages, for about `seconds` each: the least of
-    several measurements, since other load only adds to it. The difference between them is that of
-    one neighbor. Methods that do not gossip have none.
+    several measurements, since other load only adds to it. The difference between the two is the
+    time for one neighbor. Without gossip it is 0.
     """
     if not method.gossips:
         return measured_seconds(method, layout, n_workers[-1], seconds), 0.0
