@@ -6,7 +6,7 @@ from typing import Any
 
 
 class Options:
-    """Options of all averaging algorithms or compressors, of which `make` takes those of one.
+    """Options of all averaging algorithms or compressors. `make` takes the options of one.
 
     `AveragingOptions` and `CompressorOptions`. Use keyword arguments of `make` in their place.
     """
@@ -21,5 +21,5 @@ class Options:
         self.given: dict[str, Any] = given | (nested.given if nested else {})
 
     def own(self, known: Collection[str]) -> dict[str, Any]:
-        """Those of the options that are known."""
+        """The known options."""
         return {option: value for option, value in self.given.items() if option in known}

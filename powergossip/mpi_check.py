@@ -4,8 +4,8 @@ Process 0 prints the host, device and threads of each process, the MPI library a
 CUDA-aware. Then the processes pass tensors around a ring and all-reduce tensors. The exit code is 1
 if a result is wrong, and 2 for bad arguments.
 
-Then one pair of processes after the other measures its link, while the others sleep: all pairs, or
-those of process 0 with more than 16 processes. Option --quick skips this.
+Then one pair of processes after the other measures its link, while the others sleep: all pairs, or,
+with more than 16 processes, the pairs of process 0. Option --quick skips this.
 
     latency    half the round-trip time of 8 bytes: the median, in µs
     bandwidth  4 MiB divided by the time until the receiver's answer of 8 bytes: the median, in
@@ -99,7 +99,7 @@ Speed = tuple[float, float]  # latency in µs, bandwidth in MB/s
 
 
 def exchange(comm: MPI.Intracomm, memory: MPI.buffer, size: int, pair: Pair) -> float:
-    """Median time in seconds in which messages of `size` bytes are answered, by SMALL bytes.
+    """Median time in seconds from a message of `size` bytes to its answer of SMALL bytes.
 
     Called by both processes of a pair. The first one sends.
     """

@@ -5,7 +5,7 @@ positional: the network and the layout, for instance. The parameters with a defa
 options, under the names that configurations and command lines use. No other list of them exists.
 
 A row with a parameter such as `compressor` and with `**compressor_options` chooses from another
-registry. Its options then include those of the chosen row.
+registry. Its options then include the options of the chosen row.
 """
 
 import inspect
@@ -77,9 +77,10 @@ def check(
     """Return the given options, with numbers of numpy as Python's.
 
     Args:
-        name: What has the options, for errors.
-        known: Option → parameter. A value has the annotated type, or else that of the default.
-        prefix: Of the options in errors.
+        name: Name of the options' owner, for errors.
+        known: Option → parameter. A value has the annotated type, or else the type of the
+            default.
+        prefix: Prefix of the options in errors.
 
     Raises:
         ValueError: For an unknown option, and BadValue for a value of another type.

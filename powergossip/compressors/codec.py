@@ -21,7 +21,7 @@ from powergossip.parameters import Layout, Stack
 from powergossip.tensor_cache import TensorCache
 
 INTEGERS = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
-AT_ONCE = 2**22  # elements of several senders that are decoded together, in memory of their own
+AT_ONCE = 2**22  # elements of several senders that are decoded together, in new memory
 
 
 class Codec:
@@ -39,13 +39,12 @@ class Codec:
     Attributes:
         size: Bytes of one worker's message.
         elements: Number D of elements.
-        layout: Layout of the D elements. Where it is that of blocks of rows, see
-            `Compressor.divides`.
+        layout: Layout of the D elements. For blocks of rows, see `Compressor.divides`.
         stacks: Stacks of the tensors in the message: matrices, and vectors as one column.
         plan: The places of their fields in a message.
         key: Key of their stream.
         message: Memory of the last encoded messages, uint8 [worker, bytes].
-        linear: Whether the mean of the workers' messages, as float32, decodes to the mean of C(x).
+        linear: True if the mean of the workers' messages, as float32, decodes to the mean of C(x).
     """
 
     def __init__(
@@ -167,7 +166,7 @@ class Codec:
         return self._slices
 
     def incoming(self, received: Tensor) -> Tensor:
-        """The messages of the neighbors from what this process has received: [..., bytes]."""
+        """The messages of the neighbors [..., bytes], from the received tensors."""
         if self._slices is None:
             return received
         assert self.layout.shards is not None
@@ -180,7 +179,7 @@ class Codec:
 
         Args:
             senders: Indices of the workers. Padding (−1) decodes to zeros if its message is zeros.
-            counter: Counter with which the senders encoded.
+            counter: The senders' counter in `encode`.
         """
         leading = tuple(senders.shape)
         if leading not in self._decoded:

@@ -195,9 +195,9 @@ class RandomK(_AtSharedPositions):
 class RandomBlock(_AtSharedPositions):
     """C(v) = K consecutive entries of v, row by row, from a random position on, 0 elsewhere.
 
-    After the last entry the block goes on at the first. The position is uniform, and resampled in
-    each step from the stream that all workers share. Message, K, cost, δ, NaN and errors are those
-    of `RandomK`.
+    After the last entry the block continues at the first. The position is uniform, and resampled in
+    each step from the stream that all workers share. Message, K, cost, δ, NaN and errors are the
+    same as for `RandomK`.
 
     Entries of a block depend on each other more than entries of `RandomK`, but are next to each
     other in memory.

@@ -14,7 +14,7 @@ class Config:
     num_steps: Any = None  # steps of all algorithms, or {ALGORITHM: steps, others: steps}
     #   (null: 5000, but 500 for uncompressed, push_sum, chebyshev, finite_time: they agree by then)
     device: str = "auto"  # auto, cpu, cuda or cuda:INDEX (auto assigns GPUs to processes in turn)
-    distributed_backend: str = "auto"  # mpi, gloo or nccl (auto: that of the launcher)
+    distributed_backend: str = "auto"  # mpi, gloo or nccl (auto: the launcher's)
     overwrite: bool = False  # delete an existing run in the output folder
     log_verbosity: int = 1  # 0: only the result, 1: a progress bar, 2: also a line per setting
     tensorboard: bool = False  # also write events for TensorBoard

@@ -27,7 +27,7 @@ class ConsensusMethod:
     num_steps: int = 5000
 
     def method(self, values: Mapping[str, Any]) -> Method:
-        """The method whose other options come from `values`; those of others are ignored."""
+        """The method, with other options from `values`. Options of other methods are ignored."""
         given = {**values, **self.options}
         known = parameters(self.averaging, given)
         own = {option: value for option, value in given.items() if option in known}

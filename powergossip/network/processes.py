@@ -62,7 +62,7 @@ def bytes_of(array: np.ndarray) -> Tensor:
 class Channel(Protocol):
     """Messages between the processes, for tensors on one device.
 
-    Between two processes, messages of one tag arrive in the order in which they were started.
+    Between two processes, messages of one tag arrive in the order of their start.
     Every process starts its messages in the same order, also a process without messages.
 
     Attributes:

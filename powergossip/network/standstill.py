@@ -14,7 +14,7 @@ watcher: threading.Thread | None = None  # looks now and then whether the wait i
 
 
 class waiting:
-    """A block in which process `own` waits for messages of others."""
+    """A block where process `own` waits for messages of others."""
 
     def __init__(self, own: int, others: Iterable[int]):
         self.own, self.others = own, others

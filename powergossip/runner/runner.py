@@ -195,7 +195,7 @@ class Folder:
 
     def others(self, experiment: Experiment) -> list[tuple[Path, list[str]]]:
         """Return folders of runs that the experiment no longer has, after a change of its
-        configurations. Each comes with the keys in which it differs from the most similar run.
+        configurations. Each comes with the keys that differ from the most similar run.
 
         Empty while the runs of a stage are not known.
         """

@@ -135,8 +135,8 @@ def read_command_line(
 
 
 class _Typed(DictConfig):
-    """A configuration in which bad assignments raise BadInput, with one sentence, as in its
-    copies."""
+    """A configuration, and its copies, where a bad assignment raises BadInput with one
+    sentence."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Typed":
         found = super().__deepcopy__(memo)

@@ -1,7 +1,7 @@
 """CIFAR-10 and CIFAR-100: 50,000 + 10,000 color images of 32 × 32 pixels, 10 or 100 labels.
 
-The files are those of https://www.cs.toronto.edu/~kriz/cifar.html, which describes their formats:
-the "python version" or the "binary version", as an archive or unpacked.
+The files are from https://www.cs.toronto.edu/~kriz/cifar.html, which describes their formats: the
+"python version" or the "binary version", as an archive or unpacked.
 
 References:
     Krizhevsky (2009), "Learning multiple layers of features from tiny images".

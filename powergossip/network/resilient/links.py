@@ -26,8 +26,8 @@ Delivered = tuple[int, int, int, Tensor]  # i, j, k, payload: uint8
 class Links:
     """Point-to-point messages between workers, each with the counter of its sender.
 
-    No method blocks but `wait` and `finish`. Messages between two workers arrive in the order in
-    which they were sent, and never twice. A process is lost with all of its workers, see
+    No method blocks but `wait` and `finish`. Messages between two workers arrive in the order they
+    were sent, and never twice. A process is lost with all of its workers, see
     powergossip.network.resilient.failure_detector. Without ULFM (powergossip.ulfm), the end of a
     process ends the job.
 
