@@ -12,7 +12,7 @@ from powergossip.errors import BadInput
 
 
 def parser(name: str, text: str) -> argparse.ArgumentParser:
-    """A parser whose help has this text: one line, and what follows the options."""
+    """A parser with this help text: one line before the options, and the rest after them."""
     title, _, rest = text.partition("\n\n")
     return argparse.ArgumentParser(
         prog=name,
@@ -47,8 +47,8 @@ class _Unbroken(io.FileIO):
 
 
 def keep_streams() -> None:
-    """Keep standard streams from ending the program, and print "?" for what their encoding
-    lacks."""
+    """Keep standard streams from ending the program, and print "?" for characters that their
+    encoding lacks."""
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
         stream = getattr(sys, name)
         if stream is None:  # closed by the shell

@@ -99,7 +99,7 @@ def begin_at(averaging: Averaging, point: Tensor) -> None:
 
 @runtime_checkable
 class Weighted(Protocol):
-    """An averaging algorithm of x̂_i = w_i x_i, whose weights w_i are state."""
+    """An averaging algorithm of x̂_i = w_i x_i. The weights w_i are state."""
 
     def scale(self, u: Tensor) -> None:
         """u_i ← u_i / w_i, in place on a local update u [worker, D]: x̂_i then moves by u_i."""

@@ -87,7 +87,7 @@ class ChocoGossip:
         self._rates = rate * network.weights
         self._total = self._rates.sum(1, keepdim=True)
         self._network, self.codec = network, codec
-        # Whether x̂ = ŷ and all elements have one γ, as in the paper.
+        # True if x̂ = ŷ and all elements have one γ, as in the paper.
         self._published = copy_rate == 1 and self._rate_of_elements is None
         unbiased = getattr(codec.compressor, "unbiased", False)
         self.kind = Kind.UNBIASED_COPIES if unbiased else Kind.BIASED_COPIES

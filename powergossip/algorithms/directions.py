@@ -139,8 +139,8 @@ class Directions:
         flat, views, stacks: The directions, see PerDirection. A direction is contiguous: products
             with directions as rows are several times faster than as columns.
         own: The products s_i of this end.
-        branches: True if work that is rarely needed is skipped. On a GPU it is always done, since
-            the decision would have to wait for the GPU.
+        branches: True if work that is rarely needed is skipped. On a GPU, the decision would have
+            to wait for the GPU.
     """
 
     def __init__(self, edges: EdgeConstants, rank: int, stacks: Sequence[tuple[int, int]]):

@@ -44,7 +44,7 @@ class PushSum:
     repairs the loss of one. In float32 a growing sum would round ever more coarsely. Here the sums
     are 32-bit integers in units of 2⁻²⁴, modulo 2³² (64-bit integers in units of 2⁻⁴⁰ for x in
     float64). Their differences are exact for any number of steps, as long as the messages lost in a
-    row sum to less than 128 in every element (2²³). What the unit rounds off stays with the sender.
+    row sum to less than 128 in every element (2²³). The rest below the unit stays with the sender.
 
     Args:
         running_sums: Send the sums of all messages so far, so that the next message makes up for a

@@ -46,7 +46,7 @@ class WholeSide(MatrixSide):
 class DividedSide(MatrixSide):
     """Side 0: directions as long as a column of X, in blocks.
 
-    `packed` and `unpack` have whole directions.
+    `packed` and `unpack` copy whole directions.
     """
 
     def __init__(

@@ -129,12 +129,12 @@ class Compressor(Protocol):
         divides: How a matrix whose rows are divided over processes is compressed: "rows", each
             process its own, with norms of `Stream.norm`; or "whole", all of them the same message.
             If left out, such matrices are rejected.
-        linear: Whether C is a linear map that is the same for all workers, with floats for fields.
+        linear: True if C is a linear map that is the same for all workers, with floats for fields.
             See compressors/__init__.py.
         stable_rate: Default stable_rate(rows, columns) of γ max_i (1 − w_ii) for CHOCO-Gossip with
             C of a matrix of this shape. It converges on every undirected graph. If E C(v) = δ v, it
             is at most δ.
-        undirected: Whether such a rate does not exist for directed graphs.
+        undirected: True if such a rate does not exist for directed graphs.
         gossip_rate: Default of γ itself in its place, a number or a function of a tensor's number
             of elements. With neither, γ = 1.
         copy_rate: Default copy rate, a number or such a function, 1 if left out.

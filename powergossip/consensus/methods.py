@@ -15,7 +15,7 @@ class ConsensusMethod:
         averaging: Row of algorithms.AVERAGING or algorithms.CONSENSUS_ONLY.
         options: Fixed options of that row.
         grid: Names of the options to sweep: diffusion_rate, theta.
-        needs_grid: Whether there is a default grid. False: one diffusion rate unless the
+        needs_grid: True if there is a default grid. False: one diffusion rate unless the
             configuration specifies the grid.
         num_steps: Number of steps unless the configuration specifies it.
     """

@@ -15,9 +15,9 @@ from powergossip.network.counter import Counter
 
 
 class Replay:
-    """Lets the events of a file happen again, to workers in their state at the start.
+    """Repeats the events of a file, for workers in their state at the start.
 
-    It has the attributes and methods of VirtualClock, and counts what the run counted.
+    It has the attributes and methods of VirtualClock, and counts the same as the run.
 
     Args:
         steps_per_epoch: Number of steps of each worker in an epoch.

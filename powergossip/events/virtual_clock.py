@@ -159,7 +159,7 @@ class VirtualClock:
         self._after(worker.index)
 
     def _after(self, index: int) -> None:
-        """Send what a worker has to send, and plan its next resumption."""
+        """Send the worker's messages, and plan its next resumption."""
         lives = self._lives[index]
         self._send(lives.worker)
         version = self._versions[index]

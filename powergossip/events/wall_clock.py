@@ -1,8 +1,8 @@
-"""Real time: the workers of one process among several, whose messages go through links.
+"""Real time: the workers of one process among several, with messages through links.
 
 The counterpart of the virtual clock. A process lets its own workers live, and learns from the links
-which messages have arrived and which workers are lost. Nobody decides for the others: that a run of
-steps is over is announced, and agreed by all survivors.
+which messages have arrived and which workers are lost. No process decides for the others: processes
+announce the end of a run of steps, and all survivors agree on it.
 """
 
 import math
@@ -30,7 +30,7 @@ _PROGRESS, _END, _STOP = range(3)
 _BETWEEN_NOTES = 0.005  # seconds
 _OF_REST = 1 / 8  # of the time to the end of a run of steps, between notes on progress
 _LONGEST_WAIT = 0.1  # seconds without a look at signals
-_FIRST_DEADLINE = 1.0  # seconds, of an edge that begins later, whose other end may be elsewhere
+_FIRST_DEADLINE = 1.0  # seconds, of an edge that begins later: its other end may be elsewhere
 
 
 @dataclass
@@ -43,7 +43,7 @@ class _Pending:
 
 @dataclass
 class _Lives:
-    """A worker's generator, and what it waits for."""
+    """A worker's generator, and the action it waits for."""
 
     worker: Worker
     life: Generator[Action, None, None]
@@ -225,7 +225,7 @@ class WallClock:
     # --- Messages ---
 
     def _send(self, worker: Worker) -> None:
-        """Send what a worker has to send."""
+        """Send the worker's messages."""
         i, now = worker.index, time.monotonic()
         for kind, j, k in worker.log:
             if kind == "start":
@@ -243,7 +243,7 @@ class WallClock:
             self.links.send(i, j, message.k, payload)
 
     def _receive(self) -> None:
-        """Take in all that has arrived, and what is known of the others."""
+        """Take in all messages that have arrived, and news of the others."""
         for i, j, k, payload in self.links.poll():
             worker = self._lives[j].worker
             like = worker.rule.variables()[0]
@@ -301,7 +301,7 @@ class WallClock:
         return pending.since + seconds
 
     def find_late(self, worker: Worker) -> None:
-        """Regard exchanges as late whose deadline has passed."""
+        """Regard exchanges as late if their deadline has passed."""
         if self.survives:
             now = time.monotonic()
             for j in worker.waiting_for():

@@ -27,7 +27,7 @@ class LearningRule:
 
     Attributes:
         options: All options of the rule.
-        has_momentum: Whether it applies momentum itself, so that the wrapped optimizer has none.
+        has_momentum: True if it applies momentum itself, so that the wrapped optimizer has none.
 
     Raises:
         ValueError: For parameters or a wrapped optimizer that the rule cannot have.
@@ -277,7 +277,7 @@ class PartRule:
             self._local.take_gradients()
 
     def direct(self) -> None:
-        """p.grad ← the direction. If a closure computes several gradients, the first one."""
+        """p.grad ← the direction: the first gradient's if a closure computes several."""
         g = self._local.g
         if g is None:
             return
@@ -307,7 +307,7 @@ class PartRule:
         self._rule.update(None if self._rule.in_place else self._u)
 
     def move(self) -> Conversation | None:
-        """The messages after the local update. A displacement of 0, if there was none."""
+        """The messages after the local update. Without one, the displacement is 0."""
         if not self._updated:
             self._u.zero_()
             self._update()

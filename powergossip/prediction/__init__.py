@@ -1,7 +1,7 @@
 """A model of the time of a training step on a network that is not at hand::
 
-    fake_network.py  one worker of n, whose messages reach nobody: exact counts, measured CPU time
-    traffic.py       what a step of a method sends, and its CPU time
+    fake_network.py  one worker of n, with messages to nobody: exact counts, measured CPU time
+    traffic.py       the messages of a step of a method, and its CPU time
     model.py         seconds of a step on a cluster: the equations
     consensus.py     how fast a graph averages
     shapes.py        tensors of a model

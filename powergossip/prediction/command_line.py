@@ -200,8 +200,8 @@ def _lines(
 def recommendation(lines: Sequence[Line]) -> str:
     """A sentence with the recommended method and graph, and the reason.
 
-    Of the combinations whose step takes at most 1.25 times the fastest one, it is that with the
-    fewest rounds of gossip. Of equals, it is the method of highest fidelity, then the faster step.
+    Among the combinations with a step of at most 1.25 times the fastest one, it has the fewest
+    rounds of gossip. Among equals, it has the highest fidelity, then the faster step.
     """
 
     def order(line: Line) -> tuple[float, int, float]:

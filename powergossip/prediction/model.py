@@ -152,7 +152,7 @@ def step(
     """Predict a step, the mean over the period of the topology.
 
     Args:
-        overlapping: Whether the first phase is in flight while the gradient is computed, or with a
+        overlapping: True if the first phase is in flight while the gradient is computed, or with a
             longer interval all phases during its gradients.
         interval: Number of gradients for each exchange of messages.
 

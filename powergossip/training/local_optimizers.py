@@ -19,7 +19,7 @@ def _leave_dynamo_out() -> None:
     """Make methods of torch's optimizers bypass torch._dynamo, since nothing compiles them.
 
     At their first call they import torch._dynamo, which takes as long as torch, only to leave
-    themselves out of what torch.compile compiles.
+    themselves out of compiled code.
     """
     if "torch._dynamo" not in sys.modules:
         for name in ("add_param_group", "load_state_dict", "state_dict"):
@@ -84,7 +84,7 @@ class LocalOptimizer:
     Args:
         momentum: Momentum of SGD, in place of the configured one: 0 where an aggregation has its
             own.
-        kind: Optimizer in place of the configured one, whose weight decay it has.
+        kind: Optimizer in place of the configured one, with the same weight decay.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class LocalOptimizer:
         self._update(gradient)
 
     def displacement(self, direction: Tensor) -> Tensor:
-        """u [worker, D], for learning rules: x + u is what `step` would make of x.
+        """u [worker, D], for learning rules: `step` would change x to x + u.
 
         Computed on its own, so that it has the precision of u, not of x. Overwritten by the next
         call. Use this or `step`, not both.

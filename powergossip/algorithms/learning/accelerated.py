@@ -50,7 +50,7 @@ class A2CiD2(GossipRule):
         exchanged:          x_i ← x_i + u_ij,   x̃_i ← x̃_i + (α̃/α) u_ij
 
     Nabli, Belilovsky & Oyallon (2023), arXiv:2306.08289. The unit of time is a gradient of the
-    worker, by whose duration the code of the authors divides seconds. A worker changes x_i at the
+    worker: the authors' code divides seconds by its duration. A worker changes x_i at the
     end of its steps only, so that the copies approach each other once in a step, for one unit.
 
     Without local updates, the squared distance to the mean decays in a step about as

@@ -280,7 +280,7 @@ class GossipRule:
         """Restart variables with a conserved sum: the worker has learned of a death or a join."""
 
     def mixing(self) -> Conversation:
-        """Average the variables of all workers, by increments if the rule overrides `add`."""
+        """Average the variables of all workers at once: by increments if it overrides `add`."""
         variables = self.variables()
         if type(self).add is not GossipRule.add:
             if self._increment is None:

@@ -98,7 +98,7 @@ class Fragment:
         self.averaging = make(self.joint.layout if self.joint else self.layout)
 
     def take(self, *flat: Tensor) -> list[Tensor]:
-        """Copies of its elements of variables [worker, D], or the variables if it has them all."""
+        """Its elements of variables [worker, D]: copies, or the variables if it has all."""
         if self._whole:
             return list(flat)
         found = []
@@ -336,7 +336,7 @@ class OuterRule(GossipRule):
         yield from self._due().mix(*self._averaged)
 
     def add(self, u: Tensor, edge: int | None = None, agreed: bool = True) -> None:
-        """Apply an exchange of the whole model. After its round, it changes the next slow model."""
+        """Apply an exchange of the whole model. Its effect is the same after its round."""
         changes = self._fragments[0].split(u)
         of_z = [changes.pop()] if self._corrects else []
         if self._averaged:

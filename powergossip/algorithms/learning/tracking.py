@@ -1,6 +1,6 @@
 """Gradient tracking: a second variable follows the mean of the workers' gradients.
 
-Neighbors mix y beside x, and y_i changes by what the worker's own gradient changes. The mean of the
+Neighbors mix y beside x, and y_i changes by as much as the worker's own gradient. The mean of the
 y_i is then always the mean of the latest gradients, and the fixed point is the optimum of the mean
 loss, however different the data are.
 """
