@@ -62,7 +62,7 @@ def check_gradients(
     """Return the gradients p.grad.
 
     Args:
-        names: Names in error messages, by default from `named`.
+        names: Names in error messages, by default the names from `named`.
         required: True if a missing gradient is an error. Otherwise the result has the others only.
 
     Raises:
