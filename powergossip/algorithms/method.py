@@ -96,12 +96,10 @@ class Method:
                     f"{option}={given[option]!r}: learning={learning} has no such option; "
                     "leave it out"
                 )
-        rate = {"diffusion_rate": rates.AUTO}  # other rows reject it with the rates
-        auto = rate if rate.items() <= given.items() and rate.keys() <= known.keys() else {}
-        given = _options.check(averaging, {k: v for k, v in given.items() if k not in auto}, known)
+        given = registry.checked_options(averaging, given, known)
         for option, value in given.items():  # rates of single workers are for `averaging_rule`
             checks.check(option, value, not isinstance(value, Tensor), "a number")
-        values |= preferred | given | auto
+        values |= preferred | given
         values = {option: values[option] for option in known}
         known = _options.parameters(rule)
         own = _options.check(f"learning={learning}", learning_options or {}, known)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from inspect import Parameter
 from typing import Any
 
 from powergossip import checks, compressors
@@ -257,7 +258,20 @@ def make(
     given = given if options is None else options.given
     known = _options.parameters(row, given, compressor=compressors.COMPRESSORS)
     given = given if options is None else options.own(known)
-    return build(name, network, layout, _options.check(name, given, known))
+    return build(name, network, layout, checked_options(name, given, known))
+
+
+def checked_options(
+    name: str, given: Mapping[str, Any], known: Mapping[str, Parameter]
+) -> dict[str, Any]:
+    """The options of an algorithm, with their types checked. Raises ValueError.
+
+    A diffusion rate of auto is left to the row, whose error names the page with its default.
+    """
+    auto = {
+        k: v for k, v in given.items() if k == "diffusion_rate" in known and str(v) == rates.AUTO
+    }
+    return _options.check(name, {k: v for k, v in given.items() if k not in auto}, known) | auto
 
 
 def build(name: str, network: Network, layout: Layout, options: Mapping[str, Any]) -> Averaging:

@@ -219,7 +219,7 @@ def test_survivors_find_their_optimum_by_any_exact_rule(rule, name, rate, option
         rule_options=options,
     )
     clock.run_until(1200)
-    assert of_survivors(problem, clock.alive) < 1e-7
+    assert of_survivors(problem, clock.alive) < 1e-6
 
 
 def test_ends_that_know_of_different_deaths_use_one_weight():
