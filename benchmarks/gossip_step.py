@@ -43,7 +43,7 @@ class GossipStep:
     seconds: float = 5.0  # approximate time of all rounds together
     diffusion_rate: float | None = None
     rank: int | None = None  # of power-gossip, and of the compressors svd and top-k
-    num_iterations: int | None = None  # power iterations of power-gossip per step
+    num_iterations: int | None = None  # power iterations of power-gossip per step; null: 1
     warm_start: bool | None = None  # of power-gossip
     round_weights: bool | None = None  # of power-gossip
     theta: float | None = None  # of moniqua
@@ -72,8 +72,10 @@ def main(arguments: list[str]) -> None:
         network = Network(topologies.make(c.topology, n_workers), comm, device)
         layout = Layout(MODELS[c.model]())
         given = {option: c[option] for option in OPTIONS if c[option] is not None}
-        averaging = algorithms.make(c.algorithm, network, layout, **given)
-        options = algorithms.defaults(c.algorithm, given) | given
+        options = algorithms.defaults(c.algorithm, given)
+        if "num_iterations" in options:
+            given = {"num_iterations": 1, **given}
+        averaging, options = algorithms.make(c.algorithm, network, layout, **given), options | given
     start = torch.randn(network.hosted, layout.size, device=device)
     x = start.clone()
 

@@ -172,8 +172,9 @@ class GossipRule:
                 f"{type(self).__name__}.step: use the methods of GossipRule, such as update, in "
                 "place of a generator"
             )
-        own, known = f"{type(self).__name__}.state", isinstance(self.state, Mapping)
-        checks.check(own, self.state, known, "a mapping from names to Variable")
+        own, given = f"{type(self).__name__}.state", self.state
+        known = isinstance(given, Mapping) and all(isinstance(v, Variable) for v in given.values())
+        checks.check(own, given, known, "a mapping from names to Variable")
         self._network, self._make, self._local = workers.network, workers.make, workers.local
         parameters = workers.parameters
         self._x, self._g, self._layout = parameters.x, parameters.grad, parameters.layout
@@ -249,10 +250,15 @@ class GossipRule:
 
     def variables(self) -> Tensor:
         """The variables `mixed()` as one tensor [worker, D'], with D' elements, in this layout."""
+        mixed, count = self.mixed(), 1 if self._joint is None else self._joint.count
+        if len(mixed) != count:
+            raise ValueError(
+                f"{type(self).__name__}.mixed returns {len(mixed)} variables; use "
+                f"super().__init__(workers, variables={len(mixed)})"
+            )
         if self._joint is None:
-            (only,) = self.mixed()
-            return only
-        self._joint.load(*self.mixed())
+            return mixed[0]
+        self._joint.load(*mixed)
         return self._joint.buffer
 
     def add(self, u: Tensor, edge: int | None = None, agreed: bool = True) -> None:
