@@ -351,11 +351,12 @@ def test_a_rule_resumes_anywhere_in_a_step_with_the_same_bits(rule):
         state, x, grad = states[event]
         again, resumed = started()
         resumed.run(1)
-        again.x.copy_(x)
-        again.grad.copy_(grad)
-        resumed.load_state_dict(state)
-        for _ in range(event, 100):
-            resumed.advance()
+        for last in (event + 9, 100):  # a state may be loaded several times
+            again.x.copy_(x)
+            again.grad.copy_(grad)
+            resumed.load_state_dict(state)
+            for _ in range(event, last):
+                resumed.advance()
         assert torch.equal(again.x, problem.x)
 
 

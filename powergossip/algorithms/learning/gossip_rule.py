@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from enum import Enum
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -390,7 +391,7 @@ class GossipRule:
                 if own.numel():
                     self._layout.load(own, state[name])
             elif name in state:
-                setattr(self, f"_{name}", state[name])
+                setattr(self, f"_{name}", deepcopy(state[name]))  # tensors are changed in place
 
     def state_dict(self) -> dict[str, Any]:
         """The variables with elements, and the state of the averaging rule. Between two steps."""
