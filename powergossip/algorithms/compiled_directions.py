@@ -110,6 +110,9 @@ class CompiledSide:
         )
         return self.other
 
+    def products(self) -> Tensor:
+        return self.directions
+
     def recall(self, message: Tensor) -> None:
         self.other.directions.copy_(message)
 

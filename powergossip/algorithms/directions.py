@@ -82,6 +82,10 @@ class Side(Protocol):
         """
         ...
 
+    def products(self) -> Tensor:
+        """The products of an iteration whose p are the other side: s [worker, neighbor, M]."""
+        ...
+
     def recall(self, message: Tensor) -> None:
         """s ← the message of an earlier `project` with the same p."""
         ...
@@ -210,6 +214,9 @@ class Directions:
         for own, outgoing in zip(self.own.views, self._message_views, strict=True):
             outgoing.copy_(own)
         return ToEach(self._message)
+
+    def products(self) -> Tensor:
+        return self._message
 
     def packed(self) -> Tensor:
         """A copy of the directions in the form of a message: [worker, neighbor, M]."""

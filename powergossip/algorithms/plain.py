@@ -62,6 +62,12 @@ class PlainGossip(Stateless):
             for weight, x_j in zip(self._weights[t], neighbors, strict=True):
                 out[:, here].addcmul_(weight, x_j - x[:, here])
 
+    def add_differences(self, d: Tensor, out: Tensor) -> None:
+        """out_i ← out_i + Σ_j γ w_ij d_ij, with d [worker, neighbor, D]."""
+        t = self._network.round % len(self._network.rounds)
+        for weight, d_ij in zip(self._weights[t], d.unbind(1), strict=True):
+            out.addcmul_(weight, d_ij)
+
     def mix(self, x: Tensor, received: Rows | Tensor) -> None:
         """The update of x [worker, D] with the neighbors' received [worker, neighbor, D].
 

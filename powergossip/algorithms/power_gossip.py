@@ -16,10 +16,12 @@ from powergossip import checks, kernels
 from powergossip.algorithms import rates
 from powergossip.algorithms.averaging import Kind, Rate, column
 from powergossip.algorithms.compiled_directions import compiled_sides
+from powergossip.algorithms.difference_code import WHOLE, DifferenceCode
 from powergossip.algorithms.directions import EdgeConstants, Side, matrix_sides
 from powergossip.algorithms.plain import PlainGossip
 from powergossip.algorithms.sharded_directions import sharded_sides
-from powergossip.network import Conversation, Message, Network, ToAll
+from powergossip.compressors import matrices as matrices_of
+from powergossip.network import Conversation, Message, Network, ToAll, ToEach
 from powergossip.parameters import Layout
 
 
@@ -86,6 +88,7 @@ class PowerGossip:
         num_iterations: int = 2,
         warm_start: bool = True,
         round_weights: bool = False,
+        bits: int = WHOLE,
         seed: int = 0,
     ):
         diffusion_rate = rates.checked(network, diffusion_rate)
@@ -94,12 +97,13 @@ class PowerGossip:
         checks.at_least_one("num_iterations", num_iterations)
         if round_weights and rank != 1:
             raise ValueError(f"rank={rank}: use rank=1 with round_weights=True")
+        checks.check("bits", bits, bits == WHOLE or 2 <= bits <= 16, f"2 to 16, or {WHOLE}")
         if not network.symmetric:
             raise ValueError(
                 f"topology={network.topology.name}: use an undirected topology with PowerGossip, "
                 f"such as ring (both ends of an edge must have the same weight)"
             )
-        self._network = network
+        self._network, self._dtype = network, network.dtype
         self._warm_start = warm_start
         self._round_weights = round_weights
 
@@ -132,6 +136,27 @@ class PowerGossip:
             for span, gossip_rate in ((matrices, diffusion_rate), (vectors, 1.0))
             if span.stop > span.start
         ]
+        # Iterations that have ranges of their own: of a step, on both sides.
+        self._slots = self.rounds * (1 + self.rounds % 2)
+        self.codes: list[tuple[DifferenceCode, ...]] = []
+        if bits < WHOLE:
+            sides = [
+                [(s.rows, s.columns)[side] for s in whole for _ in range(s.layers * rank)]
+                for side in (0, 1)
+            ]
+            rest = [
+                stack.rows * stack.columns
+                for stack in matrices_of(layout)
+                for _ in range(stack.layers if stack.start >= self.compressed else 0)
+            ]
+            self.codes = [
+                (
+                    DifferenceCode(edges, bits, sides[0], self._slots // 2, 0),
+                    DifferenceCode(edges, bits, sides[1], self._slots // 2, 1),
+                    DifferenceCode(edges, bits, rest, 1, 2, shards),
+                )
+                for edges in self._edges
+            ]
         for t, p in enumerate(self.directions):
             p.draw(self._counter(t))
 
@@ -153,8 +178,7 @@ class PowerGossip:
         for iteration in range(self.rounds if self._stacks or self._plain else 0):
             p, messages = self.directions[self._t], self.messages(x, iteration)
             received = yield messages
-            last = messages[-1]
-            self.update(out, received, last.tensor if isinstance(last, ToAll) else None)
+            self.update(out, [message.tensor for message in messages], received)
             if out is not x and iteration < self.rounds - 1:
                 p.update(x, None)
 
@@ -167,26 +191,88 @@ class PowerGossip:
         """s = Xᵀ p, and in the first iteration of a step the elements that are not compressed."""
         t, messages = self._t, list[Message]()
         if self._stacks:
-            p = self.directions[t]
+            p, counter = self.directions[t], self._counter(t)
             if not self._warm_start:
-                p.draw(self._counter(t))
-            messages.append(p.project(x, self._counter(t), self._round_weights))
+                p.draw(counter)
+            message = p.project(x, counter, self._round_weights)
+            code, slot = self._code(t)
+            if code and code.known[slot]:
+                message = ToEach(code.encode(self._side(t, 1).products(), slot, counter))
+            messages.append(message)
         if self._plain and iteration == 0:
-            messages.append(ToAll(x[:, self.compressed :]))
+            rest = x[:, self.compressed :]
+            if self.codes and self.codes[t][2].known[0]:
+                each = rest[:, None].expand(-1, self._edges[t].key.shape[1], -1)
+                messages.append(ToEach(self.codes[t][2].encode(each, 0, self._counter(t))))
+            else:
+                messages.append(ToAll(rest))
         return tuple(messages)
 
-    def update(self, out: Tensor, received: Sequence[Tensor], rest: Tensor | None) -> None:
-        """out ← out + the exchanges of an iteration. rest: the plain message, or None."""
+    def update(self, out: Tensor, own: Sequence[Tensor], received: Sequence[Tensor]) -> None:
+        """out ← out + the exchanges of an iteration, from the messages of both ends."""
         t = self._t
-        if rest is not None:
-            self._gossip(rest, received[-1], out[:, self.compressed :])
+        if len(own) > bool(self._stacks):
+            self._gossip(t, own[-1], received[-1], out[:, self.compressed :])
         if self._stacks:
-            d = self.directions[t].update(out, received[0])
+            p, d = self.directions[t], self._side(t, 1)
+            code, slot = self._code(t)
+            if code and code.known[slot]:
+                d.unpack(code.decode(own[0], received[0], slot).to(out.dtype))
+                p.update(out, None)
+            else:
+                p.update(out, received[0])
+                if code:
+                    code.begin(d.packed(), slot)
             self.directions[t] = d  # p ← d, the warm start. Otherwise p is drawn again
-            self._iterations[t] += 1
+        self._iterations[t] += 1
 
-    def _gossip(self, rest: Tensor, received: Tensor, out: Tensor) -> None:
+    def split(self, part: Tensor) -> list[Tensor]:
+        """The messages of this iteration, of one worker with one neighbor, in a part of bytes."""
+        code, slot = self._code(0)
+        messages, start = [], 0
+        if self._stacks:
+            start = self._side(0, 1).flat.nbytes
+            if code and code.known[slot]:
+                start = code.size
+                messages.append(part[:start].view(1, 1, -1))
+            else:
+                messages.append(part[:start].view(self._dtype).view(1, 1, -1))
+        if len(part) > start:
+            rest = part[start:]
+            if self.codes and self.codes[0][2].known[0]:
+                messages.append(rest.view(1, 1, -1))
+            else:
+                messages.append(rest.view(self._dtype).view(1, 1, -1))
+        return messages
+
+    def recall(self, own: Sequence[Tensor]) -> None:
+        """s ← the messages of an earlier `messages` of this iteration, if they are whole."""
+        code, slot = self._code(0)
+        if self._stacks and not (code and code.known[slot]):
+            self.directions[0].recall(own[0])
+
+    def _side(self, t: int, later: int = 0) -> Side:
+        """The side of this iteration, or of the next one."""
+        return self._sides[t][(self._iterations[t] + later) % 2]
+
+    def _code(self, t: int) -> tuple[DifferenceCode | None, int]:
+        """The code of the products of this iteration, and the index of its ranges."""
+        if not self.codes:
+            return None, 0
+        k = self._iterations[t]
+        return self.codes[t][1 - k % 2], k % self._slots // 2
+
+    def _gossip(self, t: int, rest: Tensor, received: Tensor, out: Tensor) -> None:
         """Plain gossip on elements that are not compressed, in place if out is rest."""
+        code = self.codes[t][2] if self.codes else None
+        if code and code.known[0]:
+            d = code.decode(rest, received, 0).to(out.dtype)
+            for span, gossip in self._plain:
+                gossip.add_differences(d[..., span], out[:, span])
+            return
+        rest = rest.reshape(out.shape)
+        if code:
+            code.begin(received - rest[:, None], 0)
         for span, gossip in self._plain:
             own, theirs, result = rest[..., span], received[..., span], out[..., span]
             if result.data_ptr() == own.data_ptr():
@@ -209,6 +295,7 @@ class PowerGossip:
             "matrices": {
                 "iterations": list(self._iterations),
                 "directions": [self._padded(p.packed()) for p in self.directions],
+                **({"ranges": self.ranges()} if self.codes else {}),
             },
             "rest": {},
         }
@@ -226,6 +313,17 @@ class PowerGossip:
                     f"{expected}"
                 )
             self.resume(iterations, t).unpack(directions)
+        self.load_ranges(state["matrices"].get("ranges", ()))
+
+    def ranges(self) -> list[Tensor]:
+        """The ranges of messages of few bits."""
+        return [code.state for codes in self.codes for code in codes]
+
+    def load_ranges(self, ranges: Sequence[Tensor]) -> None:
+        """Set the ranges of messages of few bits."""
+        codes = [code for codes in self.codes for code in codes]
+        for code, state in zip(codes, ranges, strict=True):
+            code.load(state)
 
     def resume(self, iterations: int, t: int = 0, keys: Tensor | None = None) -> Side:
         """Go to an iteration of round t of the topology. Returns p, which the caller sets.

@@ -156,7 +156,7 @@ class PowerEnd:
         if "power" not in rule.common:
             gossip = rule.on(OneEdge(0, 1, network.like, network.processes))
             most = max(gossip.lengths) + rule.layout.size - gossip.compressed
-            rule.common["power"] = gossip, network.like.new_zeros(2, 1, 1, most)
+            rule.common["power"] = gossip, network.like.new_zeros(2, most).view(torch.uint8)
         # The parts are read in the same memory each time.
         self._gossip, self._parts = rule.common["power"]
         self._size, self._sign = rule.layout.size, 1 if i < j else -1
@@ -164,36 +164,46 @@ class PowerEnd:
         self._key = randomness.keys(self._gossip.seed, "power-gossip", [ids]).to(network.device)
         # [side]: p or, before an exchange, the next p. 0 is resampled.
         self._p = [network.like.new_zeros(length) for length in self._gossip.lengths]
+        self._ranges = [code.no_ranges() for codes in self._gossip.codes for code in codes]
 
     def part(self, x: Tensor, k: int) -> Tensor:
         p = self._resumed(k)
         messages = self._gossip.messages(x[None], k % self._gossip.rounds)
         self._p[k % 2].copy_(p.flat)
-        return torch.cat([message.tensor.flatten() for message in messages])
+        parts = [message.tensor.flatten() for message in messages]
+        return torch.cat([part.view(torch.uint8) for part in parts] if self._ranges else parts)
 
     def exchange(self, own: Tensor, received: Tensor, k: int, weight: float) -> Tensor:
-        size, stop, p = self._gossip.lengths[1 - k % 2], len(own), self._resumed(k)
-        low, high = self._parts
-        for memory, part in zip((low, high)[:: self._sign], (own, received), strict=True):
-            memory[0, 0, :stop] = part
-        p.recall(low[..., :size])
-        u, rest = own.new_zeros(1, self._size), low[0, :, size:stop] if stop > size else None
-        self._gossip.update(u, [high[..., :size], high[..., size:stop]], rest)
-        self._p[1 - k % 2].copy_(self._gossip.directions[0].flat)
+        gossip = self._gossip
+        self._resumed(k)
+        low_and_high = (own, received)[:: self._sign]
+        for memory, part in zip(self._parts, low_and_high, strict=True):
+            memory[: part.nbytes] = part.view(torch.uint8)
+        ours, theirs = (gossip.split(part[: own.nbytes]) for part in self._parts)
+        gossip.recall(ours)
+        u = self._p[0].new_zeros(1, self._size)
+        gossip.update(u, ours, theirs)
+        self._p[1 - k % 2].copy_(gossip.directions[0].flat)
+        for ranges, state in zip(self._ranges, gossip.ranges(), strict=True):
+            ranges.copy_(state)
         return u[0].mul_(self._sign * weight)
 
     def _resumed(self, k: int) -> Side:
         p: Side = self._gossip.resume(k, keys=self._key)
         p.flat.copy_(self._p[k % 2])
+        self._gossip.load_ranges(self._ranges)
         return p
 
     def state_dict(self) -> dict[str, Any]:
-        """directions: [side], tensors of M elements together."""
-        return {"directions": [[p] for p in self._p]}
+        """directions: [side], tensors of M elements together. ranges: of messages of few bits."""
+        ranges = {"ranges": self._ranges} if self._ranges else {}
+        return {"directions": [[p] for p in self._p], **ranges}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for p, saved in zip(self._p, state["directions"], strict=True):
             p.copy_(torch.cat([part.flatten() for part in saved] or [p]))
+        for ranges, saved in zip(self._ranges, state.get("ranges", ()), strict=True):
+            ranges.copy_(saved)
 
 
 class ChocoEnd:
