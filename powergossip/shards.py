@@ -67,3 +67,13 @@ class Shards:
             dist.all_gather(list(found), tensor.contiguous(), self._group)
             self.bits += (self.size - 1) * 8 * tensor.numel() * tensor.element_size()
         return found
+
+    def piece(self, message: Tensor, out: Tensor) -> Tensor:
+        """out [..., ⌈length/size⌉] ← this process' piece of a message [..., length]."""
+        own = message[..., self.rank * out.shape[-1] :][..., : out.shape[-1]]
+        out[..., : own.shape[-1]] = own
+        return out
+
+    def message(self, piece: Tensor, length: int) -> Tensor:
+        """The message [..., length] of which all shards have pieces."""
+        return torch.cat(list(self.gather(piece)), -1)[..., :length]

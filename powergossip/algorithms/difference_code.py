@@ -49,9 +49,8 @@ class DifferenceCode:
 
     Args:
         lengths: Elements of the parts.
-        shards: Processes of the replica, if parameters are divided over them.
-        divided: True if each of them has a block of each part. Otherwise all have s, and each sends
-            a piece of the message.
+        shards: Processes of the replica, if parameters are divided over them. All have s, and each
+            sends a piece of the message.
         index: Index of the code among those of an edge.
 
     Attributes:
@@ -70,11 +69,8 @@ class DifferenceCode:
         slots: int,
         index: int,
         shards: Shards | None = None,
-        divided: bool = False,
     ):
-        self._edges, self._bits = edges, bits
-        self._shards = shards if divided else None
-        self._pieces = None if divided else shards
+        self._edges, self._bits, self._shards = edges, bits, shards
         self._device = device = edges.key.device
         self._first = _CLEAR + index * 2**32
         count = sum(lengths)
@@ -87,21 +83,19 @@ class DifferenceCode:
         self._back = torch.from_numpy(np.argsort(order)).to(device)
         self._part = torch.from_numpy(part[order]).to(device)
         self._signs = torch.from_numpy(signs).to(device)
-        whole = torch.tensor(lengths, dtype=torch.float64, device=device)
-        self._lengths = self._reduced(whole).clamp_(min=1)
+        self._lengths = torch.tensor(lengths, dtype=torch.float64, device=device)
         self._full = count // _BLOCK * _BLOCK
         self._rotations = [_rotation(_BLOCK).to(device), _rotation(count - self._full).to(device)]
-        self._blocks = -(-count // _BLOCK)  # here
-        self._all_blocks = self._reduced(torch.tensor(float(self._blocks), device=device))
+        self._blocks = -(-count // _BLOCK)
         self._weights = 2 * torch.arange(count, device=device) % (2 * _BLOCK) + 1
         self._block = torch.arange(count, device=device) // _BLOCK
         self.size = sum(packed_size(count, b) for b in self._widths) + self._blocks
-        length = self.size if self._pieces is None else self._pieces.piece(self.size)
-        where: Any = {"dtype": torch.uint8, "device": device}
-        self._message = torch.zeros(*edges.key.shape, self.size, **where)  # the last one
-        self._outgoing = self._message
-        if self._pieces is not None:
-            self._outgoing = torch.zeros(*edges.key.shape, length, **where)
+        pieces = 1 if self._shards is None else self._shards.size
+        length = -(-self.size // pieces)
+        self._message, self._piece = (
+            torch.zeros(*edges.key.shape, n, dtype=torch.uint8, device=device)
+            for n in (self.size, length)
+        )
         self._shape = (*edges.key.shape, slots, len(lengths) + 2)
         self.state = self.no_ranges()
         self.known = [False] * slots
@@ -111,10 +105,6 @@ class DifferenceCode:
     def _widths(self) -> tuple[int, ...]:
         """The bits of an integer, in fields of at most 8."""
         return (self._bits,) if self._bits <= 8 else (8, self._bits - 8)
-
-    def _reduced(self, values: Tensor) -> Tensor:
-        """The sum over the shards of integers."""
-        return values if self._shards is None else self._shards.sum_(values)
 
     # --- Messages ---
 
@@ -136,10 +126,15 @@ class DifferenceCode:
             pack(field.to(torch.uint8), bits)
             for field, bits in zip(fields, self._widths, strict=False)
         ]
-        return torch.cat([*packed, self._sums(carries).to(torch.uint8)], -1)
+        torch.cat([*packed, self._sums(carries).to(torch.uint8)], -1, out=self._message)
+        if self._shards is None:
+            return self._message
+        return self._shards.piece(self._message, self._piece)
 
     def decode(self, own: Tensor, received: Tensor, slot: int) -> Tensor:
         """d [worker, neighbor, element], in double precision, from the messages of both ends."""
+        if self._shards is not None:
+            own, received = (self._shards.message(piece, self.size) for piece in (own, received))
         low, sums = self._read(received)
         own_low, own_sums = self._read(own)
         whole, half = 2**self._bits, 2 ** (self._bits - 1)
@@ -149,8 +144,8 @@ class DifferenceCode:
         wrong |= torch.zeros_like(wrong).index_reduce_(-1, self._block, k == -half, "amax")  # ±half
         present = self._edges.absent == 0
         wrong &= present[..., None]
-        failed = self._reduced(wrong.sum(-1).double())
-        skip = failed * 2 > self._all_blocks
+        failed = wrong.sum(-1)
+        skip = failed * 2 > self._blocks
         left = wrong[..., self._block] | (skip | ~present)[..., None]
         k = k.masked_fill(left, 0)
         sizes, step = self._ranges(slot)
@@ -164,8 +159,6 @@ class DifferenceCode:
         largest = largest.to(self._device).index_reduce_(
             -1, self._part, d.double()[..., self._order].abs(), "amax"
         )
-        if self._shards is not None:
-            self._shards.max_(largest)
         state = self.state[:, :, slot]
         state[..., :-2] = torch.frexp(largest.nan_to_num_())[1] - 2  # an amplitude, not the largest
         state[..., :-2].masked_fill_(largest == 0, -100)
@@ -190,22 +183,22 @@ class DifferenceCode:
         squares = torch.zeros(*k.shape[:2], len(self._lengths), dtype=torch.float64)
         squares = squares.to(self._device).index_add_(-1, self._part, integers.square())
         _, step = self._ranges(slot)
-        mean = self._reduced(squares) / self._lengths * (step / 8).square()
+        mean = squares / self._lengths * (step / 8).square()
         exponent = state[..., :-2] + torch.frexp(mean)[1] // 2
         lower = state[..., :-2] - DROP
         sizes = torch.where(mean > 0, torch.maximum(exponent, lower), lower)
-        peak = k.abs().amax(-1).double()
-        if self._shards is not None:
-            self._shards.max_(peak)
-        mean_square = self._reduced(k.double().square().sum(-1)) / self._lengths.sum()
+        peak = k.abs().amax(-1)
+        mean_square = k.double().square().sum(-1) / self._lengths.sum()
         narrow = (peak < PEAK * 2 ** (self._bits - 1)) & (failed == 0) & (mean_square < FINE)
         skips = torch.where(skip, state[..., -1] + 1, 0)
-        wider = torch.where(skip, _STEPS * 2 ** skips.clamp(max=8), WIDE * (failed > 0) - narrow.long())
+        wider = torch.where(
+            skip, _STEPS * 2 ** skips.clamp(max=8), WIDE * (failed > 0) - narrow.long()
+        )
         state[..., :-2] = torch.where(skip[..., None], state[..., :-2], sizes.clamp_(min=-100))
         state[..., -2] += wider
         state[..., -1] = skips
-        self.skipped = self.skipped + torch.where(skip, self._all_blocks, failed).sum()
-        self.blocks = self.blocks + self._all_blocks * (self._edges.absent == 0).sum()
+        self.skipped = self.skipped + torch.where(skip, self._blocks, failed).sum()
+        self.blocks = self.blocks + self._blocks * (self._edges.absent == 0).sum()
 
     def _ranges(self, slot: int) -> tuple[Tensor, Tensor]:
         """σ [worker, neighbor, element], in the order of the rotation, and Δ [worker, neighbor, 1].
@@ -254,6 +247,8 @@ def _rotation(size: int) -> Tensor:
     for length in (64, 16, 4, 1):
         while size - start >= length:
             block = torch.from_numpy(hadamard(length, dtype=np.float64))
-            found[start : start + length, start : start + length] = block * int((64 / length) ** 0.5)
+            found[start : start + length, start : start + length] = block * int(
+                (64 / length) ** 0.5
+            )
             start += length
     return found

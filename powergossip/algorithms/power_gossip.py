@@ -6,7 +6,7 @@ products and its update of X: `MatrixSide` of directions.py, or on a CPU with a 
 power_gossip_reference.py.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -138,21 +138,20 @@ class PowerGossip:
         ]
         # Iterations that have ranges of their own: of a step, on both sides.
         self._slots = self.rounds * (1 + self.rounds % 2)
+        self._layout = layout
+        stop = whole[-1].stop if whole else 0
+        self._rest = [stack for stack in matrices_of(layout.whole) if stack.start >= stop]
         self.codes: list[tuple[DifferenceCode, ...]] = []
         if bits < WHOLE:
             sides = [
                 [(s.rows, s.columns)[side] for s in whole for _ in range(s.layers * rank)]
                 for side in (0, 1)
             ]
-            rest = [
-                stack.rows * stack.columns
-                for stack in matrices_of(layout)
-                for _ in range(stack.layers if stack.start >= self.compressed else 0)
-            ]
+            rest = [m.rows * m.columns for m in self._rest for _ in range(m.layers)]
             self.codes = [
                 (
-                    DifferenceCode(edges, bits, sides[0], self._slots // 2, 0),
-                    DifferenceCode(edges, bits, sides[1], self._slots // 2, 1),
+                    DifferenceCode(edges, bits, sides[0], self._slots // 2, 0, shards),
+                    DifferenceCode(edges, bits, sides[1], self._slots // 2, 1, shards),
                     DifferenceCode(edges, bits, rest, 1, 2, shards),
                 )
                 for edges in self._edges
@@ -202,6 +201,7 @@ class PowerGossip:
         if self._plain and iteration == 0:
             rest = x[:, self.compressed :]
             if self.codes and self.codes[t][2].known[0]:
+                rest = self._gathered(rest)
                 each = rest[:, None].expand(-1, self._edges[t].key.shape[1], -1)
                 messages.append(ToEach(self.codes[t][2].encode(each, 0, self._counter(t))))
             else:
@@ -266,19 +266,53 @@ class PowerGossip:
         """Plain gossip on elements that are not compressed, in place if out is rest."""
         code = self.codes[t][2] if self.codes else None
         if code and code.known[0]:
-            d = code.decode(rest, received, 0).to(out.dtype)
+            d = self._own(code.decode(rest, received, 0)).to(out.dtype)
             for span, gossip in self._plain:
                 gossip.add_differences(d[..., span], out[:, span])
             return
         rest = rest.reshape(out.shape)
         if code:
-            code.begin(received - rest[:, None], 0)
+            code.begin(self._gathered(received - rest[:, None]), 0)
         for span, gossip in self._plain:
             own, theirs, result = rest[..., span], received[..., span], out[..., span]
             if result.data_ptr() == own.data_ptr():
                 gossip.mix(own, theirs)
             else:
                 gossip.add_increment(own, theirs, result)
+
+    def _gathered(self, rest: Tensor) -> Tensor:
+        """The elements of whole tensors that are not compressed, from those of all shards."""
+        shards = self._layout.shards
+        if shards is None:
+            return rest
+        size = sum(stack.stop - stack.start for stack in self._rest)
+        whole = rest.new_zeros(*rest.shape[:-1], size)
+        for block, own in self._blocks(whole, rest):
+            block.copy_(own)
+        return shards.sum_(whole)
+
+    def _own(self, whole: Tensor) -> Tensor:
+        """This shard's elements of whole tensors that are not compressed."""
+        if self._layout.shards is None:
+            return whole
+        rest = whole.new_zeros(*whole.shape[:-1], self._layout.size - self.compressed)
+        for block, own in self._blocks(whole, rest):
+            own.copy_(block)
+        return rest
+
+    def _blocks(self, whole: Tensor, rest: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """This shard's blocks of rows in whole tensors, and in its own."""
+        assert self._layout.shards is not None
+        first = self._rest[0].start if self._rest else 0
+        for stack in self._rest:
+            own, rows = self._layout.local(stack), self._layout.shards.rows(stack.rows)
+            views = [
+                flat[..., s.start - start : s.stop - start].unflatten(
+                    -1, (s.layers, s.rows, s.columns)
+                )
+                for flat, s, start in ((whole, stack, first), (rest, own, self.compressed))
+            ]
+            yield views[0][..., rows.start : rows.stop, :], views[1]
 
     def _counter(self, t: int) -> int:
         """The counter of random draws, different for every round and iteration."""

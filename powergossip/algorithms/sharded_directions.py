@@ -33,14 +33,10 @@ class WholeSide(MatrixSide):
     def message(self) -> ToEach:
         """This shard's part of the sum of the shards' products."""
         self._shards.sum_(self.own.flat)
-        message, length = super().message().tensor, self._part.shape[2]
-        part = message[:, :, self._shards.rank * length :][:, :, :length]
-        self._part[:, :, : part.shape[2]] = part
-        return ToEach(self._part)
+        return ToEach(self._shards.piece(super().message().tensor, self._part))
 
     def take_differences(self, received: Tensor) -> None:
-        whole = torch.cat(list(self._shards.gather(received)), -1)
-        super().take_differences(whole[..., : self._message_size])
+        super().take_differences(self._shards.message(received, self._message_size))
 
 
 class DividedSide(MatrixSide):
@@ -70,10 +66,17 @@ class DividedSide(MatrixSide):
         return whole[..., rows.start : rows.stop]
 
     def packed(self) -> Tensor:
+        return self._gathered(self.views)
+
+    def products(self) -> Tensor:
+        return self._gathered(self.own.views)
+
+    def _gathered(self, views: Sequence[Tensor]) -> Tensor:
+        """Whole directions or products in the form of a message, from the blocks of all shards."""
         message = self.flat.new_zeros(*self._message.shape[:2], self._whole_size)
         whole = self._views_of(message, self._whole)
-        for stack, (view, directions) in enumerate(zip(whole, self.views, strict=True)):
-            self._own(stack, view).copy_(directions)
+        for stack, (view, block) in enumerate(zip(whole, views, strict=True)):
+            self._own(stack, view).copy_(block)
         return self._shards.sum_(message)
 
     def _compute_norms(self, vectors: PerDirection, out: PerDirection) -> None:

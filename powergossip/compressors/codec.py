@@ -159,18 +159,15 @@ class Codec:
         """This process' part of the message: all, or a slice if all shards of a worker have it."""
         if self._slices is None:
             return message
-        shards, length = self.layout.shards, self._slices.shape[1]
-        assert shards is not None
-        own = message[:, shards.rank * length :][:, :length]
-        self._slices[:, : own.shape[1]] = own
-        return self._slices
+        assert self.layout.shards is not None
+        return self.layout.shards.piece(message, self._slices)
 
     def incoming(self, received: Tensor) -> Tensor:
         """The messages of the neighbors [..., bytes], from the received tensors."""
         if self._slices is None:
             return received
         assert self.layout.shards is not None
-        return torch.cat(list(self.layout.shards.gather(received)), -1)[..., : self.size]
+        return self.layout.shards.message(received, self.size)
 
     def decode(self, message: Tensor, senders: Tensor, counter: int) -> Tensor:
         """C(x) of each sender: `[*, D]`, for messages `[*, bytes]` of the workers `senders` `[*]`.

@@ -27,6 +27,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "all-reduce": ("all-reduce", {}),
     "power-gossip": ("power-gossip", {}),
     "power-gossip, rank 2": ("power-gossip", {"rank": 2, "warm_start": False}),
+    "power-gossip, 6 bits": ("power-gossip", {"bits": 6, "num_iterations": 1}),
     "power-gossip, rounded": ("power-gossip", {"round_weights": True}),
     "power-gossip, overlapping": ("power-gossip", {"overlapping": True}),
     "push-sum": ("push-sum", {}),
