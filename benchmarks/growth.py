@@ -37,6 +37,7 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from benchmarks import steps
+from benchmarks.timing import peak_memory
 from powergossip import algorithms, checks, prediction, topologies
 from powergossip.formatting import plain
 from powergossip.network import Network
@@ -111,14 +112,7 @@ def main(arguments: list[str]) -> None:
 
 def table(kind: str, lines: Sequence[Line]) -> str:
     """The lines of one kind as plain text, with the slope of each algorithm at its last size."""
-    header = [
-        "algorithm",
-        _axis(kind),
-        "ms a step",
-        "slope",
-        "bytes a worker",
-        "theory",
-    ]
+    header = ["algorithm", _axis(kind), "ms a step", "slope", "bytes a worker", "theory"]
     rows = []
     for name in dict.fromkeys(line.algorithm for line in lines):
         own = [line for line in lines if line.algorithm == name]
@@ -266,12 +260,12 @@ def one(
     graph = topologies.make(kind, n, options={"degree": int(degree)} if degree else None)
     layout = Layout(tuple(shape) for shape in shapes)
     _averaging(name, topologies.make("ring", 3), Layout([(3, 2)]))[0]()  # libraries are loaded
-    before = _resident()
+    before = peak_memory()
     step, network, averaging, x = _averaging(name, graph, layout)
     step()
     received = float(network.bits.mean()) / 8  # on these graphs as much as is sent
     ms = 1e3 * _seconds(step, seconds)
-    memory = (_resident() - before) / n  # before state_dict(), which copies
+    memory = (peak_memory() - before) / n  # before state_dict(), which copies
     few = averaging  # state_dict() copies
     if n > NODES:
         few = _averaging(name, topologies.make(kind, NODES), layout)[2]
@@ -313,14 +307,6 @@ def _seconds(step: Callable[[], object], seconds: float) -> float:
         step()
         times.append(time.perf_counter() - began)
     return median(times)
-
-
-def _resident() -> int:
-    """Bytes of this process in memory, its peak so far."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    return 0
 
 
 if __name__ == "__main__":

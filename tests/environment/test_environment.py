@@ -149,7 +149,7 @@ def test_activation_sets_what_is_unset_and_keeps_what_is_set() -> None:
     """Each variable once."""
     show = f'set -eu; source "{ACTIVATE}"; source "{ACTIVATE}"; printenv {" ".join(EXPORTS)}'
     for before in ({}, dict.fromkeys(EXPORTS, "mine")):
-        printed = run("bash", "-c", show, **{**dict.fromkeys(EXPORTS, ""), **before})
+        printed = run("bash", "-c", show, cwd=ROOT, **{**dict.fromkeys(EXPORTS, ""), **before})
         assert printed.stdout.splitlines() == [*(EXPORTS | before).values()]
     lines = ACTIVATE.read_text().splitlines()
     for variable in EXPORTS:

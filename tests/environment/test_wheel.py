@@ -146,23 +146,15 @@ def test_every_console_script_is_run_by_a_test() -> None:
         for n in SCRIPTS
     ],
 )
-def test_console_scripts_run_from_an_empty_folder(
-    name: str, installed: Path, tmp_path: Path
-) -> None:
-    arguments, words = SCRIPTS[name]
-    if name == "powergossip-compare":
-        compared_runs.write_run(tmp_path / "mine")
-    assert words in run_installed(installed, name, tmp_path, *arguments.split())
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] if n != QUICK else []) for n in SCRIPTS]
-)
-def test_console_scripts_have_help_that_writes_nothing(
+def test_console_scripts_have_help_that_writes_nothing_and_run_from_an_empty_folder(
     name: str, installed: Path, tmp_path: Path
 ) -> None:
     assert run_installed(installed, name, tmp_path, "--help").startswith("usage: ")
     assert list(tmp_path.iterdir()) == []
+    arguments, words = SCRIPTS[name]
+    if name == "powergossip-compare":
+        compared_runs.write_run(tmp_path / "mine")
+    assert words in run_installed(installed, name, tmp_path, *arguments.split())
 
 
 SHOW = """
