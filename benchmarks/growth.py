@@ -25,7 +25,6 @@ import json
 import math
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -37,10 +36,10 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from benchmarks import steps
-from benchmarks.timing import peak_memory
+from benchmarks.timing import in_turns, peak_memory
 from powergossip import algorithms, checks, prediction, topologies
 from powergossip.formatting import plain
-from powergossip.network import Network
+from powergossip.network import Network, processes
 from powergossip.network.rows import Shared
 from powergossip.parameters import Layout
 from powergossip.runs import configuration, figures
@@ -69,6 +68,7 @@ QUICK: dict[str, Sequence[int]] = {
     "degree": [2, 4],
     "processes": [1],
 }
+ROUNDS = 5  # of measurements of a step
 WORKERS = 8  # of the table of parameters
 NODES = 64  # workers of the table of degrees, and of those whose state is counted
 SIDE = 100  # of the matrix
@@ -183,7 +183,6 @@ def of_degree(degree: int, seconds: float) -> list[Line]:
 def of_learning(n: int, seconds: float) -> list[Line]:
     """A step of training, of D-PSGD and of PowerGossip."""
     import train
-    from powergossip.network import processes
     from powergossip.training.config_checks import checked
     from powergossip.training.trainer import Trainer
 
@@ -204,7 +203,7 @@ def of_learning(n: int, seconds: float) -> list[Line]:
             trainer.execution.rule.finish()
             count += 1
 
-        lines.append(Line(name, n, 1e3 * _seconds(step, seconds)))
+        lines.append(Line(name, n, _milliseconds(step, seconds)))
         trainer.close()
     return lines
 
@@ -264,7 +263,7 @@ def one(
     step, network, averaging, x = _averaging(name, graph, layout)
     step()
     received = float(network.bits.mean()) / 8  # on these graphs as much as is sent
-    ms = 1e3 * _seconds(step, seconds)
+    ms = _milliseconds(step, seconds)
     memory = (peak_memory() - before) / n  # before state_dict(), which copies
     few = averaging  # state_dict() copies
     if n > NODES:
@@ -296,17 +295,10 @@ def _averaging(
     return lambda: network.run(averaging.step(x)), network, averaging, x
 
 
-def _seconds(step: Callable[[], object], seconds: float) -> float:
-    """The median time of a step, after two of warm-up."""
-    for _ in range(2):
-        step()
-    times: list[float] = []
-    end = time.perf_counter() + seconds
-    while len(times) < 3 or (time.perf_counter() < end and len(times) < 200):
-        began = time.perf_counter()
-        step()
-        times.append(time.perf_counter() - began)
-    return median(times)
+def _milliseconds(step: Callable[[], object], seconds: float) -> float:
+    """The median time of a step."""
+    times = in_turns({"step": step}, ROUNDS, seconds, processes(), torch.device("cpu"))
+    return median(times["step"])
 
 
 if __name__ == "__main__":
