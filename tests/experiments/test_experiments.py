@@ -7,7 +7,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -40,6 +39,7 @@ from powergossip.runner.runner import Experiment, Folder, Results, Run, carry_ou
 from powergossip.runs import configuration, figures
 from powergossip.training.config_checks import checked
 from tests.harness import slurm
+from tests.harness.helpers import wait_until
 from tests.harness.launch import ROOT, python, stand_in
 
 # Stands in for train.py: value, and what to do before writing it.
@@ -413,7 +413,7 @@ def driver(folder: Folder, cores: int = 1, processes: int = 1) -> Iterator[Drive
         start_new_session=True,
     ) as process:
         try:
-            _wait(lambda: folder.state(runs[1]) == "begun" and starts(folder, runs[1]) == 1)
+            wait_until(lambda: folder.state(runs[1]) == "begun" and starts(folder, runs[1]) == 1)
             yield Driver(process, runs, lambda: python(*arguments))
         finally:
             process.kill()
@@ -455,13 +455,6 @@ def _resumes(folder: Folder, program: Driver) -> None:
     assert ended.returncode == 0, ended.stderr
     assert [folder.state(run) for run in program.runs] == ["done"] * 3
     assert [starts(folder, run) for run in program.runs] == [1, 2, 1]
-
-
-def _wait(condition: Callable[[], bool], seconds: float = 30) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 # --- What is there --------------------------------------------------------------------------------
@@ -624,11 +617,12 @@ def test_when_compression_pays_from_rows_to_tables(tmp_path: Path) -> None:
         for epoch in epochs:
             bits = 8 * sent[method] * 5 * epoch
             phase = {"name": "phase_seconds", "epoch": epoch, "bits": bits}
-            link = 0.0
+            link, steps = 0.0, 20  # four workers in a process
             if rate is not None:
+                steps = 5
                 link = 8 * sent[method] / (compression_pays.RATES[rate] * 1448 / 1514)
             rows += [
-                phase | {"phase": "gradient", "value": 0.2 * 5 * epoch, "instances": 20 * epoch},
+                phase | {"phase": "gradient", "value": epoch, "instances": steps * epoch},
                 phase | {"phase": "communication", "value": link * 5 * epoch, "instances": 1},
                 phase | {"phase": "evaluation", "value": 17.0 * epoch, "instances": 1},
             ]

@@ -54,20 +54,17 @@ def template() -> pd.DataFrame:
     return found[found["split"].isin(["valid_avg", "test", "test_avg"]) | found["split"].isna()]
 
 
-def made_up(template: pd.DataFrame, test: float = 1.0, diverging: float = 0.02) -> Rows:
-    """Rows of any run, in all epochs. Its quality is random, and a fraction diverges. Test data
-    disagree with held-out ones by the factor `test`."""
+def made_up(template: pd.DataFrame, opposed: bool = False, diverging: float = 0.02) -> Rows:
+    """Rows of any run, in all epochs. Its quality is random, and a fraction diverges. If opposed,
+    test data disagree with held-out ones."""
 
     @cache
     def common(epochs: int, steps: int, spectra: tuple[tuple[str, str], ...]) -> pd.DataFrame:
-        """Those of a kind of runs, whose measures are 1 and later `test`."""
+        """Those of a kind of runs, whose measures are 1."""
         spectrum = template[template["name"] == "spectrum"]
         named = [spectrum.assign(parameter=p, workers=workers) for p, workers in spectra]
         own = pd.concat([template, *named], ignore_index=True)
         own.loc[own["name"].isin(MEASURES), "value"] = 1.0
-        own.loc[own["name"].isin(MEASURES) & own["split"].isin(["test", "test_avg"]), "value"] = (
-            test
-        )
         own.loc[own["phase"] == "gradient", "instances"] = steps
         own["bits"] = 32.0 * steps * 50_000
         grown = [own.assign(epoch=e, **e * own[COUNTED]) for e in range(1, epochs + 1)]
@@ -88,8 +85,10 @@ def made_up(template: pd.DataFrame, test: float = 1.0, diverging: float = 0.02) 
         names = values.get("spectrum_logging_params", ())
         spectra = tuple((name, f"{i}-{j}") for name in names for i, j in pairs)
         own = common(values["num_epochs"], values.get("max_steps_per_epoch") or 10, spectra)
-        quality = np.where(own["name"].isin(MEASURES), 0.5 + 0.4 * drawn.random(), 1.0)
-        return own.assign(value=own["value"] * quality)
+        quality = 0.5 + 0.4 * drawn.random()
+        measured, tested = own["name"].isin(MEASURES), own["split"].isin(["test", "test_avg"])
+        shown = np.where(tested & opposed, 1.4 - quality, quality)
+        return own.assign(value=np.where(measured, shown, own["value"]))
 
     return cache_by_identity(rows)
 
@@ -120,7 +119,7 @@ def test_a_report_has_its_tables_and_settings_are_chosen_without_test_data(
     name: str, template: pd.DataFrame, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     experiment, rows = EXPERIMENTS[name], made_up(template)
-    assert identities(experiment, rows) == identities(experiment, made_up(template, test=0.1))
+    assert identities(experiment, rows) == identities(experiment, made_up(template, opposed=True))
     for stage in experiment.stages[:-1]:
         for run in stage(rows):
             assert (run.values["seed"], run.values["evaluate_test_data"]) == (TUNING_SEED, False)
