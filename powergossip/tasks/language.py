@@ -368,8 +368,6 @@ def _check_partition(options: TaskOptions) -> None:
         raise ValueError(
             f"decentralized_data_column={options.column}: use null; text keeps its order"
         )
-    if options.placement is not None:
-        raise ValueError("decentralized_data_placement=mixed: use given; text has no labels")
     if options.dirichlet_alpha is not None:
         raise ValueError(
             f"decentralized_data_dirichlet_alpha={options.dirichlet_alpha}: use null; text has no "

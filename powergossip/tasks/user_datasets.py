@@ -108,11 +108,7 @@ class DatasetTask:
         self._kept: dict[tuple[Split, int], Any] = {}  # batches of evaluation
         self._room = KEPT_BYTES
 
-        needs_labels = (
-            options.decentralized
-            or options.dirichlet_alpha is not None
-            or options.placement is not None
-        )
+        needs_labels = options.decentralized or options.dirichlet_alpha is not None
         labels = self._find_labels(sizes["train"], needs_labels)
         held = self._held_out(labels, sizes["train"])
         kept = np.flatnonzero(~held)

@@ -60,8 +60,6 @@ class RunKeys:
     decentralized_data_dirichlet_alpha: float | None = None  # non-IID: labels ~ Dirichlet(alpha)
     decentralized_data_column: str | None = None  # non-IID: samples with the same value in this
     #   column of your own data, or the same topic of documents, belong to one worker
-    decentralized_data_placement: str = "given"  # the worker of each fixed shard: given, or
-    #   mixed, so that neighbors on the topology have different labels
     data_processes: int = 0  # processes that load samples of your own data, for each process of the
     #   run
 
