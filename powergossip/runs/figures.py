@@ -75,47 +75,6 @@ def figure(rows: "DataFrame", path: Path | str, metric: str = "accuracy") -> Non
     )
 
 
-def compare(runs: Mapping[str, "DataFrame"], path: Path | str) -> None:
-    """Draw several training runs, {label: rows}, in the same panels: accuracy of the mean model by
-    epoch and by megabytes sent (logarithmic), and consensus distance.
-
-    Raises:
-        ValueError: If there is nothing to draw.
-    """
-    means = {label: select_rows(rows, "accuracy", split="test_avg") for label, rows in runs.items()}
-    distances = {
-        label: select_rows(rows, "consensus_distance", type="params_only")
-        for label, rows in runs.items()
-    }
-
-    def accuracy_by_epoch(axes: "Axes") -> None:
-        for i, (label, mean) in enumerate(means.items()):
-            _plot(axes, mean["epoch"], 100 * mean["value"], i, label)
-
-    def accuracy_by_size(axes: "Axes") -> None:
-        for i, (label, mean) in enumerate(means.items()):
-            sent = mean[mean["bits"] > 0]
-            _plot(axes, sent["bits"] / 8e6, 100 * sent["value"], i, label)
-        axes.set_xscale("log")
-
-    def consensus(axes: "Axes") -> None:
-        for i, (label, distance) in enumerate(distances.items()):
-            apart = distance[distance["value"] > 0]
-            _plot(axes, apart["epoch"], apart["value"], i, label)
-        axes.set_yscale("log")
-
-    some_sent = any(mean["bits"].max() > 0 for mean in means.values())
-    some_apart = any((distance["value"] > 0).any() for distance in distances.values())
-    _draw(
-        path,
-        {
-            "accuracy": accuracy_by_epoch if any(map(len, means.values())) else None,
-            "size": accuracy_by_size if some_sent else None,
-            "consensus": consensus if some_apart else None,
-        },
-    )
-
-
 def side_by_side(
     bands: "Mapping[str, DataFrame]",
     path: Path | str,
