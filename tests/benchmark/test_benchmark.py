@@ -7,7 +7,6 @@ import itertools
 import json
 import math
 import random
-import re
 import shutil
 import subprocess
 import sys
@@ -980,7 +979,6 @@ def test_a_figure_has_the_means_of_entries_that_did_not_diverge(
 def test_a_page_has_the_figures_of_its_results_only(tmp_path: Path) -> None:
     for found, figures in [(result(0.5), 1), (result(0.5, diverged=[1]), 0)]:
         page.write([entry_of("a", found)], tmp_path)
-        assert (tmp_path / "benchmark.html").read_text().count("<svg") == figures
         assert (tmp_path / "benchmark.md").read_text().count(".svg") == figures
 
 
@@ -1004,7 +1002,7 @@ def test_a_click_sorts_numbers_by_their_size_and_before_texts() -> None:
             addEventListener: (_, loaded) => {{ document.loaded = loaded; }},
             querySelectorAll: () => [table],
         }};
-        {page.SORT.read_text()}
+        {(ROOT / "docs/_static/sort.js").read_text()}
         document.loaded();
         head.click();
         console.log(JSON.stringify(body.order.map(row => row.cells[0].textContent)));
@@ -1287,9 +1285,7 @@ def test_a_user_runs_a_method_of_their_own(tmp_path: Path) -> None:
     shown = powergossip_benchmark("show", "mine", "--output", "page", cwd=tmp_path)
     assert shown.returncode == 0, shown.stderr
     assert "consensus_random" in shown.stdout
-    document = (tmp_path / "page" / "benchmark.html").read_text()
-    assert "<td>mine</td>" in document
-    assert not re.search(r"(src|href)=.?http|url\(.?http|import .?http", document)
+    assert "| mine |" in (tmp_path / "page" / "benchmark.md").read_text()
     checked = powergossip_benchmark("check", "output/benchmark/mine.json", cwd=tmp_path)
     assert checked.stdout == "output/benchmark/mine.json is valid: 1 of 9 tasks in quick\n"
     assert ran.stdout.count("task=consensus_random") == 2  # tuning and comparison
