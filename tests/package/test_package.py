@@ -71,7 +71,7 @@ MAY_IMPORT = {
     "events": RUNS,
     "training": RUNS | {"events", "runs", "tasks"},
     "compare": RUNS | {"runs"},
-    "consensus": RUNS | {"events", "runs"},
+    "consensus": RUNS | {"runs"},
     "prediction": RUNS | {"runs", "tasks"},
     "runner": BASE | {"runs", "tasks", "training"},
     "benchmark": RUNS | {"prediction", "runner", "runs", "tasks", "training"},
