@@ -33,7 +33,7 @@ class RunKeys:
     log_verbosity: int = 1  # 0: the result alone, 1: a progress bar, 2: also a line for each epoch
     tensorboard: bool = False  # the same as trackers=[tensorboard]
     trackers: list[str] = field(default_factory=list)  # programs that get the rows of metrics.jsonl
-    #   too: tensorboard, wandb, mlflow
+    #   too: tensorboard, wandb
     evaluation_interval: int = 1  # epochs between evaluations (the last epoch always has one)
     evaluate_average_model: bool = True  # evaluate the mean of all workers' models
     evaluate_workers: bool = True  # evaluate each worker's model
