@@ -78,7 +78,6 @@ def main(arguments: Sequence[str]) -> None:
                 failed = carry_out(experiment, folder, cores, options.launcher)
         except Terminated:
             sys.exit(128 + signal.SIGTERM)
-        _print_others(experiment, folder)
         if failed:
             print(f"{len(failed)} runs failed; run again to repeat them", file=sys.stderr)
             sys.exit(1)
@@ -128,15 +127,6 @@ def print_status(experiment: Experiment, folder: Folder) -> None:
         for run, state in zip(runs, states, strict=True):
             if state == "failed":
                 print(f"  failed: {folder.of(run) / 'log.txt'}")
-    _print_others(experiment, folder)
-
-
-def _print_others(experiment: Experiment, folder: Folder) -> None:
-    others = folder.others(experiment)
-    if others:
-        print("kept but not used, since the experiment no longer has these runs:")
-    for path, differing in others:
-        print(f"  {path}: {', '.join(differing)}")
 
 
 def _report(name: str, experiment: Experiment, folder: Folder) -> None:

@@ -621,17 +621,3 @@ def test_four_processes_equal_one_and_call_hooks_on_process_0_only(tmp_path: Pat
         assert rows[column].astype(str).tolist() == expected[column].astype(str).tolist()
     assert "diverged" in set(rows["name"])
     np.testing.assert_allclose(rows["value"], expected["value"], rtol=1e-3, atol=1e-9)
-
-
-@pytest.mark.parametrize("algorithm", ["uncompressed", "power_gossip", "topk_choco"])
-def test_exchanges_by_edges_without_delays_have_the_same_errors(algorithm: str) -> None:
-    given: dict[str, Any] = {"algorithm": algorithm, "diffusion_rate": 0.5, "num_steps": 30}
-    steps, edges = gossiped(**given), gossiped(**given, scenario={})
-    np.testing.assert_allclose(edges["value"], steps["value"], rtol=2e-3, atol=1e-9)
-    assert edges["seconds"].tolist() == edges["epoch"].tolist()
-
-
-def test_late_exchanges_and_deaths_of_a_consensus_run() -> None:
-    values = {"speeds": {2: 0.5}, "deaths": [{"worker": 4, "at": 5.5}], "latency": 0.2}
-    rows = gossiped(algorithm="uncompressed", gossip="asynchronous", scenario=values, num_steps=99)
-    assert rows["value"].iloc[-1] < 0.1 * rows["value"].iloc[0]

@@ -183,14 +183,14 @@ READ = """
 import gossip_run, train
 from omegaconf import OmegaConf
 from powergossip import presets
-from powergossip.benchmark import page, submissions
+from powergossip.benchmark import submissions
 from powergossip.runs import configuration
 
 for name in presets.names():
     program = gossip_run if name.startswith("consensus") else train
     configuration.read_command_line(OmegaConf.structured(program.Config), ["--config", name], "")
 submissions.read_all([submissions.OF_LIBRARY])
-print(len(presets.names()), len(page.SORT.read_text()))
+print(len(presets.names()))
 """
 
 
@@ -198,9 +198,7 @@ print(len(presets.names()), len(page.SORT.read_text()))
 def test_an_installation_has_presets_and_files_of_the_benchmark(
     installed: Path, tmp_path: Path
 ) -> None:
-    counts = run_installed(installed, "python", tmp_path, "-c", READ).split()
-    assert int(counts[0]) == len(presets.names())
-    assert int(counts[1]) > 0
+    assert int(run_installed(installed, "python", tmp_path, "-c", READ)) == len(presets.names())
 
 
 @pytest.mark.slow

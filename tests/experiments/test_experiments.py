@@ -28,7 +28,6 @@ from experiments import (
     study,
     tuned_methods,
 )
-from experiments import __main__ as experiments_main
 from experiments.emulated import EmulatedRun
 from experiments.study import SEEDS, TUNING_SEED
 from powergossip.errors import BadInput
@@ -116,24 +115,6 @@ def test_every_run_once(folder: Folder) -> None:
     found = folder.provenance(asked(*runs, twin, Run("train", {"value": 7})))
     assert re.search(r"4 runs, \d+\.\d minutes in total, Python 3", found)
     assert (folder.of(runs[0]) / "run.json").exists()
-
-
-def test_runs_of_other_configurations_are_listed_and_kept(
-    folder: Folder, capsys: pytest.CaptureFixture[str]
-) -> None:
-    before = asked(Run("train", {"value": 1, "seed": 3}), Run("train", {"value": 2, "seed": 3}))
-    now = asked(Run("train", {"value": 1, "seed": 3}), Run("train", {"value": 5, "seed": 3}))
-    assert folder.others(now) == []
-    assert carry_out(before, folder, 1) == []
-    (old,) = folder.others(now)
-    gone = before.stages[0](folder.results)[1]
-    assert old == (folder.of(gone), ["value=2 (now 1)"])
-    assert carry_out(now, folder, 1) == []
-    experiments_main.print_status(now, folder)
-    assert f"{folder.of(gone)}: value=2 (now 1)" in capsys.readouterr().out
-    assert folder.state(gone) == "done"
-    (folder.of(gone) / "run.json").write_text("{")
-    assert len(folder.others(now)) == 1, "also if it cannot be read"
 
 
 def test_damaged_rows_are_named_and_the_others_used(folder: Folder) -> None:

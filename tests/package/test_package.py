@@ -71,10 +71,10 @@ MAY_IMPORT = {
     "events": RUNS,
     "training": RUNS | {"events", "runs", "tasks"},
     "compare": RUNS | {"runs"},
-    "consensus": RUNS | {"events", "runs"},
+    "consensus": RUNS | {"runs"},
     "prediction": RUNS | {"runs", "tasks"},
     "runner": BASE | {"runs", "tasks", "training"},
-    "benchmark": RUNS | {"compare", "prediction", "runner", "runs", "tasks", "training"},
+    "benchmark": RUNS | {"prediction", "runner", "runs", "tasks", "training"},
 }
 MODULES = {file.relative_to(PACKAGE).as_posix(): file for file in PACKAGE.rglob("*.py")}
 

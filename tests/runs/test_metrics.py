@@ -174,8 +174,6 @@ def test_a_run_without_rows(tmp_path: Path) -> None:
     assert tables.summary(rows) == "The run has no rows."
     with pytest.raises(ValueError, match="nothing to draw"):
         figures.figure(rows, tmp_path / "run.png")
-    with pytest.raises(ValueError, match="nothing to draw"):
-        figures.compare({"a": rows}, tmp_path / "runs.png")
 
 
 def test_writing_imports_no_heavy_library() -> None:
@@ -272,9 +270,7 @@ def test_figures_do_without_some_rows(tmp_path: Path, missing: str) -> None:
     else:
         rows = rows[rows["name"] != missing]
     figures.figure(rows, tmp_path / "run.png")
-    figures.compare({"a": rows, "b": rows}, tmp_path / "runs.png")
     assert (tmp_path / "run.png").exists()
-    assert (tmp_path / "runs.png").exists()
 
 
 def test_labels_of_axes_are_within_the_figure(
@@ -327,17 +323,10 @@ def test_figures_show_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     np.testing.assert_allclose(y(consensus.get_lines()[0]), [0.1, 0.01, 0.001])
     assert consensus.get_yscale() == "log"
 
-    figures.compare({"one": rows, "two": rows.assign(bits=2 * rows["bits"])}, tmp_path / "x.png")
-    by_epoch, by_size, consensus = drawn[1].axes
-    assert [text.get_text() for text in drawn[1].legends[0].get_texts()] == ["one", "two"]
-    np.testing.assert_allclose(x(by_size.get_lines()[1]), [2, 4, 6])
-    np.testing.assert_allclose(y(by_epoch.get_lines()[1]), [15, 25, 35])
-    assert len(consensus.get_lines()) == 2
-
     figures.figure(rows[rows["epoch"] == 2], tmp_path / "one_epoch.png")
-    band = drawn[2].axes[0].collections[0].get_paths()[0].get_extents()
+    band = drawn[1].axes[0].collections[0].get_paths()[0].get_extents()
     np.testing.assert_allclose(band.bounds, [1.98, 20, 0.04, 3])
-    assert drawn[2].axes[0].get_xlim() == (1.48, 2.52)
+    assert drawn[1].axes[0].get_xlim() == (1.48, 2.52)
 
 
 @pytest.mark.parametrize("factor", [1.0, 1.1, 3.0, 8.0, 12.0, 90.0, 1e4, 1e9])
@@ -347,12 +336,11 @@ def test_labels_of_logarithmic_axes_do_not_overlap(
     from matplotlib.figure import Figure
 
     drawn: list[Figure] = []
-    rows = write_run(tmp_path, epochs=3)
-    rows["bits"] = np.where(rows["epoch"] < 3, rows["bits"].min(), rows["bits"].min() * factor)
+    lines = {"one": ([1.0, 1.0, factor], [1.0, 2.0, 3.0])}
     with monkeypatch.context() as patch:
         patch.setattr(Figure, "savefig", lambda self, *_, **__: drawn.append(self))
-        figures.compare({"one": rows}, tmp_path / "x.png")
-    axes = drawn[0].axes[1]
+        figures.curves({"": lines}, tmp_path / "x.png", "x", "y", log_x=True)
+    axes = drawn[0].axes[0]
     drawn[0].canvas.draw()
     low, high = axes.get_xlim()
     shown = [
@@ -491,9 +479,9 @@ def test_lines_have_any_name(name: str, tmp_path: Path, monkeypatch: pytest.Monk
 
     drawn: list[Figure] = []
     monkeypatch.setattr(Figure, "savefig", lambda self, *_, **__: drawn.append(self))
-    row = {"name": "accuracy", "value": 1.0, "epoch": 1, "split": "test_avg"} | values(1.0)
-    rows = metrics.frame([row])
-    figures.compare({name: rows, "other": rows}, tmp_path / "a.png")
+    figures.curves(
+        {"": dict.fromkeys((name, "other"), ([1.0], [1.0]))}, tmp_path / "a.png", "x", "y"
+    )
     (legend,) = drawn[0].legends
     assert len(legend.get_texts()) == 2
     monkeypatch.undo()

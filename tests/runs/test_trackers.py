@@ -162,7 +162,6 @@ def test_tensorboard_true_is_an_alias() -> None:
         ("tensorboard=true", "torch.utils.tensorboard", "tensorboard"),
         ("trackers=[tensorboard]", "torch.utils.tensorboard", "tensorboard"),
         ("trackers=[wandb]", "wandb", "wandb"),
-        ("trackers=[mlflow]", "mlflow", "mlflow"),
     ],
 )
 def test_a_missing_package_is_bad_input_before_data_are_loaded(
@@ -242,35 +241,6 @@ def killed_and_resumed(folder: Path, tracker: str, monkeypatch: pytest.MonkeyPat
 def accuracies(folder: Path) -> list[float]:
     rows = metrics.select_rows(metrics.load(folder), "accuracy", split="test_avg")
     return [float(value) for value in rows["value"]]
-
-
-@pytest.mark.slow
-def test_mlflow_keeps_a_run_in_a_local_database(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mlflow = pytest.importorskip("mlflow", reason="the extra mlflow is not installed")
-    store = f"sqlite:///{tmp_path / 'mlflow.db'}"
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", store)
-    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "mine")
-    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
-    folder = tmp_path / "run"
-    killed_and_resumed(folder, "mlflow", monkeypatch)
-    client = mlflow.MlflowClient(tracking_uri=store)
-    (run,) = client.search_runs([client.get_experiment_by_name("mine").experiment_id])
-    assert (run.info.status, run.info.run_name) == ("FINISHED", "run")
-    assert run.data.params["optimizer"] == "power-gossip"
-    assert run.data.params["learning_rate"] == "0.05"
-    rows = metrics.select_rows(metrics.load(folder), "accuracy", split="test_avg")
-    measured = client.get_metric_history(run.info.run_id, "accuracy/split-test_avg")
-    assert [(m.step, m.value) for m in measured] == list(
-        zip([1000, 2000, 3000], accuracies(folder), strict=True)
-    )
-    elapsed = [(m.timestamp - run.info.start_time) / 1000 for m in measured]
-    assert elapsed[:2] == pytest.approx(rows["seconds"].tolist()[:2], abs=1e-2)
-    for axis in ("epoch", "bits", "seconds"):
-        steps = [m.step for m in client.get_metric_history(run.info.run_id, axis)]
-        assert steps == [1000, 2000, 3000]
-    assert "uncompressed_gossip_bits" in run.data.metrics
 
 
 def records(file: Path) -> list[Any]:

@@ -36,7 +36,6 @@ from powergossip.algorithms.learning.gossip_rule import (
     GossipRule,
     Local,
     MakeAveraging,
-    NoUpdate,
     Variable,
     Workers,
 )
@@ -102,7 +101,6 @@ __all__ = [
     "MoTEF",
     "MomentumTracking",
     "NoLoCo",
-    "NoUpdate",
     "NormalizedGradientTracking",
     "QuasiGlobalAdam",
     "QuasiGlobalMomentum",

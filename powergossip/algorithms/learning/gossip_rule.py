@@ -45,18 +45,6 @@ class Local(Protocol):
         ...
 
 
-class NoUpdate:
-    """The local optimizer of workers that only average."""
-
-    rate = 0.0
-
-    def step(self, gradient: Tensor) -> None:
-        """Leave x as it is."""
-
-    def displacement(self, direction: Tensor) -> Tensor:
-        return torch.zeros_like(direction)
-
-
 class Buffers(NamedTuple):
     """Parameters of a learning rule, [worker, D], without weight decay."""
 
