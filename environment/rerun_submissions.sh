@@ -15,5 +15,6 @@ for file in "${files[@]}"; do
     printf '```\n\n# %s, again\n\n```\n' "$name"
     powergossip-benchmark run "$file" 1>&2
     powergossip-benchmark show "$name"
+    powergossip-benchmark check "$file"  # also against the repetition
     printf '```\n\n'
 done

@@ -94,7 +94,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     if options.command == "list" and options.method is not None:
         raise BadInput(f"list takes no method; use show {options.method}")
     options.tier, options.launcher = options.tier or QUICK, options.launcher or LAUNCHERS[0]
-    options.folder = options.folder or OUTPUT
+    options.repetition, options.folder = options.folder, options.folder or OUTPUT
     return options
 
 
@@ -224,13 +224,21 @@ def _check(options: argparse.Namespace) -> None:
         path = options.folder / f"{_name(options.method)}.json"
         if not path.exists() and (submissions.OF_LIBRARY / path.name).exists():
             path = submissions.OF_LIBRARY / path.name
-    found = submissions.read(path)
-    wrong = submissions.problems(found)
+    found, again = submissions.read(path), None
+    repeated = options.folder / f"{found['name']}.json"
+    if options.repetition and path.parent.resolve() != options.repetition.resolve():
+        if not repeated.exists():
+            folder = shlex.quote(str(options.folder))
+            raise BadInput(f"there is no repetition {repeated}; run {path} --folder {folder}")
+        again = submissions.read(repeated)
+    wrong = submissions.problems(found, again)
     wrong += [f"the tier {QUICK} is missing"] * (not found["tiers"].get(QUICK))
     if wrong:
         raise BadInput(f"{path} is not valid: {'; '.join(wrong)}")
     tasks = [f"{len(of)} of {len(TASKS)} tasks in {tier}" for tier, of in found["tiers"].items()]
     print(f"{path} is valid: {', '.join(tasks)}")
+    if again:
+        print(f"{len(submissions.common_tasks(found, again))} of them agree with {repeated}")
 
 
 def _name(method: str | None) -> str | None:

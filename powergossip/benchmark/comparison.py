@@ -4,7 +4,6 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import stdev
 from typing import Any
 
 from powergossip.benchmark.tasks import BenchmarkTask
@@ -38,6 +37,11 @@ class Line:
     def last(self, key: str) -> list[float]:
         """The value of each run after its last evaluation."""
         return [float(run["evaluations"][-1][key]) for run in self.runs]
+
+    @property
+    def megabytes_of_step(self) -> float:
+        """Megabytes that a worker sends in a step, on average."""
+        return sum(self.last("MB")) / max(1, sum(self.last("step")))
 
     @property
     def quality(self) -> float:
@@ -85,6 +89,15 @@ class Line:
         return [steps * step_seconds for steps in self.to_target("step")]
 
 
+def same_data(task: BenchmarkTask, first: str, second: str) -> bool:
+    """True if results with these hashes are of the same data.
+
+    Matrices of consensus always are. They are computed, so that their last bits depend on the
+    processor.
+    """
+    return task.is_consensus or first == second
+
+
 def lines(
     task: BenchmarkTask, tier: str, entries: Iterable[Mapping[str, Any]]
 ) -> tuple[list[Line], list[str]]:
@@ -98,12 +111,7 @@ def lines(
     if not current:
         return [], list(results)
     ((usual, _),) = Counter(found["data"] for found in current.values()).most_common(1)
-    # Matrices of consensus are always the same, but their last bits depend on the processor.
-    kept = {
-        name: found
-        for name, found in current.items()
-        if task.is_consensus or found["data"] == usual
-    }
+    kept = {name: found for name, found in current.items() if same_data(task, found["data"], usual)}
     resolution = 1 / task.values_of(tier).get("task_options", {}).get("test_images", math.inf)
     made = [Line(n, task, task.targets[tier], found, resolution) for n, found in kept.items()]
     made.sort(key=lambda line: line.quality, reverse=True)
@@ -141,7 +149,7 @@ def pair(first: Line, second: Line) -> Pair:
     return Pair(mean, margin, "better" if gain > 0 else "worse")
 
 
-def difference(first: Line, second: Line) -> tuple[float, float]:
+def difference(first: Line, second: Line, level: float = LEVEL) -> tuple[float, float]:
     """The mean of first − second over the seeds whose two runs did not diverge.
 
     Returns it, and half of its interval, at least the resolution: equal differences of a few seeds
@@ -158,10 +166,22 @@ def difference(first: Line, second: Line) -> tuple[float, float]:
     mean = sum(differences) / n if n else math.nan
     if n < 2:
         return mean, math.inf
+    margin = quantile(level, n) * deviation(differences) / math.sqrt(n)
+    return mean, max(margin, first.resolution)
+
+
+def deviation(values: Sequence[float]) -> float:
+    """The standard deviation of a sample, ∞ for less than two values."""
+    n = len(values)
+    mean = sum(values) / max(1, n)
+    return math.sqrt(sum((v - mean) ** 2 for v in values) / (n - 1)) if n > 1 else math.inf
+
+
+def quantile(level: float, n: int) -> float:
+    """The value of Student's t, for n values, that is exceeded on both sides by 1 − level."""
     from scipy.stats import t
 
-    margin = float(t.ppf(0.5 + LEVEL / 2, n - 1)) * stdev(differences) / math.sqrt(n)
-    return mean, max(margin, first.resolution)
+    return float(t.ppf(0.5 + level / 2, max(1, n - 1)))
 
 
 def front(lines: Sequence[Line], cost: Mapping[str, float]) -> list[Line]:

@@ -13,10 +13,14 @@ from typing import Any
 
 from powergossip.atomic_files import write_atomically
 from powergossip.benchmark import entries
+from powergossip.benchmark.comparison import LEVEL, Line, deviation, difference, quantile, same_data
 from powergossip.benchmark.entries import Entry
 from powergossip.benchmark.tasks import SEEDS, TASKS, TIERS, TRIES, BenchmarkTask
 from powergossip.errors import BadInput
 
+MEGABYTES = 0.02  # relative difference of repetitions whose messages depend on the data
+CAP = 3  # tolerances, of the value of one run
+EARLIER = 3  # evaluations by which a repetition agrees earlier or later
 OF_LIBRARY = Path(__file__).parent / "submissions"
 
 
@@ -137,20 +141,107 @@ def read_all(folders: list[Path], warn: Callable[[str], None] = print) -> list[d
     return list(found.values())
 
 
-def problems(found: Mapping[str, Any]) -> list[str]:
-    """The errors of a file, as sentences."""
+def problems(found: Mapping[str, Any], again: Mapping[str, Any] | None = None) -> list[str]:
+    """The errors of a file, as sentences.
+
+    Args:
+        again: Results of a repetition, which may differ by noise only.
+    """
     missing = []
-    for tier, results in found["tiers"].items():
+    tiers, repeated = found["tiers"], common_tasks(found, again) if again else []
+    if again:
+        missing += ["the code differs"] * (found["source"] != again["source"])
+        shared = [tier for tier in tiers if {*tiers[tier]} & {*again["tiers"].get(tier, {})}]
+        missing += ["no task was repeated"] * (not shared)
+    for tier in tiers:
         if tier not in TIERS:
             missing.append(f"the tier {tier} is unknown; use {', '.join(TIERS)}")
             continue
-        for name, result in results.items():
-            if name in TASKS:
-                wrong = _problems(TASKS[name], tier, result)
-                missing += [f"{name}, {tier}: {text}" for text in wrong]
-            else:
+        for name, result in tiers[tier].items():
+            where = f"{name}, {tier}"
+            if name not in TASKS:
                 missing.append(f"the task {name} is unknown")
+                continue
+            wrong = _problems(TASKS[name], tier, result)
+            missing += [f"{where}: {text}" for text in wrong]
+            repetition = (again or {"tiers": {}})["tiers"].get(tier, {}).get(name)
+            if repetition and not same_data(TASKS[name], result["data"], repetition["data"]):
+                missing.append(f"{where}: other data than in its repetition")
+            if again and (tier, name) in repeated:
+                pair = result, again["tiers"][tier][name]
+                wrong_again = [t for t in _problems(TASKS[name], tier, pair[1]) if t not in wrong]
+                missing += [f"{where}, in its repetition: {text}" for text in wrong_again]
+                level = 1 - (1 - LEVEL) / len(repeated)  # of all tasks together: LEVEL
+                missing += [f"{where}: {t}" for t in _differing(TASKS[name], *pair, level)]
     return missing
+
+
+def common_tasks(found: Mapping[str, Any], again: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The tiers and tasks with results in both files, of the same data."""
+    return [
+        (tier, task)
+        for tier, tasks in found["tiers"].items()
+        for task, result in tasks.items()
+        if (repeated := again["tiers"].get(tier, {}).get(task))
+        if task in TASKS and same_data(TASKS[task], result["data"], repeated["data"])
+    ]
+
+
+def _differing(
+    task: BenchmarkTask, result: Mapping[str, Any], again: Mapping[str, Any], level: float
+) -> list[str]:
+    """How results differ from their repetition by more than rounding and noise."""
+    own, repeated = Line("", task, 0.0, result), Line("", task, 0.0, again)
+    measure, wrong = task.measure, []
+    mean, margin = difference(own, repeated, level)
+    if abs(mean) > max(margin, measure.tolerance):
+        by = f"{measure.factor * abs(mean):.{measure.places}f}"
+        better = (mean > 0) == measure.larger_is_better
+        wrong.append(f"{'better' if better else 'worse'} than its repetition by {by}")
+    if abs(own.diverged - repeated.diverged) > 1:
+        wrong.append(f"{own.diverged} runs diverged, and {repeated.diverged} of its repetition")
+    tried, tried_again = ([t["setting"] for t in found["tried"]] for found in (result, again))
+    if tried != tried_again:
+        wrong.append("other settings were tried than in its repetition")
+    if result["setting"] != again["setting"]:
+        return wrong
+    if own.runs and repeated.runs:
+        then, now = own.megabytes_of_step, repeated.megabytes_of_step
+        if not math.isclose(then, now, rel_tol=MEGABYTES):
+            wrong.append(f"{then:.4g} MB a step, and {now:.4g} in its repetition")
+        wrong += _differing_evaluations(own, repeated, level)
+    state, state_again = (float(found.get("state") or 0) for found in (result, again))
+    if not math.isclose(state, state_again, rel_tol=1e-3):
+        wrong.append(f"a state of {state:g} bytes, and of {state_again:g} in its repetition")
+    return wrong
+
+
+def _differing_evaluations(own: Line, repeated: Line, level: float) -> list[str]:
+    """How evaluations of runs with the same setting and seed differ.
+
+    The size of noise is that between the seeds of the repetition.
+    """
+    by_seed = [
+        {run["seed"]: {e["step"]: e for e in run["evaluations"]} for run in line.runs}
+        for line in (own, repeated)
+    ]
+    seeds = sorted(set.intersection(*map(set, by_seed)))
+    if not seeds:
+        return []
+    found = [of[seed] for of in by_seed for seed in seeds]
+    steps = sorted(set.intersection(*map(set, found)))
+    fewest = max(map(len, found)) - (EARLIER if own.task.is_consensus else 0)
+    if len(steps) < max(1, fewest):
+        return ["evaluations after other steps than those of its repetition"]
+    each = 1 - (1 - level) / len(steps) / 2  # of two values
+    for step in steps:
+        for key in ("mean", "worst"):
+            first, second = ([of[seed][step][key] for seed in seeds] for of in by_seed)
+            by = max(abs(a - b) for a, b in zip(first, second, strict=True))
+            noise = math.sqrt(2) * quantile(each, len(seeds)) * deviation(second)
+            if by > max(CAP * own.task.measure.tolerance, noise):
+                return [f"{key} after step {step}: {first}, and {second} in its repetition"]
+    return []
 
 
 def _problems(task: BenchmarkTask, tier: str, result: Mapping[str, Any]) -> list[str]:

@@ -38,6 +38,7 @@ class Measure:
     """A measure of a model.
 
     Attributes:
+        tolerance: Largest difference between two runs that counts as noise.
         least, most: Its range.
         factor: Factor of the numbers that are shown.
     """
@@ -45,15 +46,16 @@ class Measure:
     name: str
     title: str
     larger_is_better: bool
+    tolerance: float
     least: float = 0.0
     most: float = math.inf
     factor: float = 1.0
     places: int = 3
 
 
-ACCURACY = Measure("accuracy", "accuracy, %", True, most=1.0, factor=100.0, places=2)
-BITS_PER_BYTE = Measure("bits_per_byte", "bits per byte", False)
-ERROR = Measure("error", "log₁₀ of the relative error", False, least=-10.0, places=2)
+ACCURACY = Measure("accuracy", "accuracy, %", True, 0.01, most=1.0, factor=100.0, places=2)
+BITS_PER_BYTE = Measure("bits_per_byte", "bits per byte", False, 0.02)
+ERROR = Measure("error", "log₁₀ of the relative error", False, 0.2, least=-10.0, places=2)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """powergossip-benchmark: what is the same for all entries, the results, and their comparison."""
 
+import copy
 import dataclasses
 import hashlib
 import itertools
@@ -52,7 +53,7 @@ from powergossip.runner.runner import yaml_text
 from powergossip.runs import metrics
 from powergossip.training import trials
 from tests.harness import small_data
-from tests.harness.benchmarking import Half, entry_of, line, result, written
+from tests.harness.benchmarking import Half, differing, entry_of, line, result, written
 from tests.harness.launch import ROOT
 from tests.harness.on_device import ring
 
@@ -1114,6 +1115,24 @@ def test_what_check_finds() -> None:
     good["tried"] = [{"setting": {"a": 1}, "score": 0.5}, {"setting": {}, "score": 0.6}]
     entry = entry_of("a", good)
     assert submissions.problems(entry) == []
+    assert submissions.problems(entry, entry) == []
+    worse = entry_of("a", {**good, "runs": result(0.1, 0.2, 0.3)["runs"]})
+    assert submissions.problems(entry, worse) == [
+        "fashion_mnist_same, quick: better than its repetition by 40.00"
+    ]
+    fewer = entry_of("a", {**good, "runs": result(0.5, 0.6, 0.7, mb=9.0)["runs"]})
+    assert submissions.problems(entry, fewer) == [
+        "fashion_mnist_same, quick: 0.5 MB a step, and 0.45 in its repetition"
+    ]
+    assert submissions.problems(entry, {**entry, "source": "other"}) == ["the code differs"]
+    of_other_data = entry_of("a", {**worse["tiers"][QUICK]["fashion_mnist_same"], "data": "other"})
+    assert submissions.problems(entry, of_other_data) == [
+        "fashion_mnist_same, quick: other data than in its repetition"
+    ]
+    assert submissions.problems(entry, {**entry, "tiers": {}}) == ["no task was repeated"]
+    for changed in ({"version": 0}, {"runs": result(0.5)["runs"]}):
+        (found, *_) = submissions.problems(entry, entry_of("a", {**good, **changed}))
+        assert found.startswith("fashion_mnist_same, quick, in its repetition: ")
     for changed, sentence in [
         ({"setting": {"a": 1}}, "not the best one"),
         ({"runs": result(0.5, 0.6)["runs"]}, "the seeds are not 1, 2, 3"),
@@ -1123,6 +1142,67 @@ def test_what_check_finds() -> None:
     ]:
         (found, *_) = submissions.problems(entry_of("a", {**good, **changed}))
         assert sentence in found
+
+
+def test_a_repetition_differs_by_rounding_and_noise() -> None:
+    good = result(0.5, 0.6, 0.7, tried=[{"setting": {}, "score": 0.5}])
+
+    def again(*means: float, **more: Any) -> dict[str, Any]:
+        return {**good, "runs": result(*means, **more)["runs"]}
+
+    assert differing(good, again(0.491, 0.591, 0.691)) == []  # equal differences, but small ones
+    assert differing(good, again(0.48, 0.58, 0.68)) == ["better than its repetition by 2.00"]
+    assert differing(good, again(0.52, 0.62, 0.72)) == ["worse than its repetition by 2.00"]
+    assert differing(good, again(0.4, 0.55, 0.69)) == []  # large differences, but noisy ones
+    assert differing(good, again(0.5, 0.6, 0.1, diverged=[3])) == []
+    assert differing(good, again(0.4, 0.5, 0.1, diverged=[3])) == [
+        "better than its repetition by 10.00"
+    ]
+    assert differing(good, again(0.5, 0.1, 0.1, diverged=[2, 3])) == [
+        "0 runs diverged, and 2 of its repetition"
+    ]
+    assert differing(good, again(0.1, 0.1, 0.1, diverged=[1, 2, 3])) == [
+        "0 runs diverged, and 3 of its repetition"
+    ]
+    for task, by in [("text_same", "0.022"), ("consensus_random", "0.22")]:
+        within, beyond = (
+            again(*(mean + share * float(by) for mean in (0.5, 0.6, 0.7))) for share in (0.8, 1.0)
+        )
+        assert differing(good, within, task) == []
+        assert differing(good, beyond, task) == [f"better than its repetition by {by}"]
+
+
+def test_a_forged_value_is_no_noise() -> None:
+    """A large difference of a few values is found, though it makes their spread large, too."""
+    good = result(0.5, 0.51, 0.52, tried=[{"setting": {}, "score": 0.5}])
+    assert differing(good, good) == []
+
+    def edited(change: Callable[[dict[str, Any]], object]) -> list[str]:
+        forged = copy.deepcopy(good)
+        change(forged)
+        return differing(forged, good)
+
+    for change, sentence in [
+        (lambda f: f["runs"][0]["evaluations"][-1].update(mean=0.9), "mean after step 20: [0.9, "),
+        (lambda f: f["runs"][2]["evaluations"][0].update(worst=0.3), "worst after step 10: [0.1, "),
+        (lambda f: f["runs"][1]["evaluations"].pop(0), "evaluations after other steps"),
+        (lambda f: f["tried"].append({"setting": {"a": 1}, "score": 0.1}), "other settings were"),
+        (lambda f: f.update(state=8.0), "a state of 8 bytes, and of 0 in its repetition"),
+    ]:
+        (found,) = edited(change)
+        assert found.startswith(sentence)
+
+
+def test_a_check_has_one_level_for_all_tasks() -> None:
+    tried = [{"setting": {}, "score": 0.5}]
+    first, again = result(0.5, 0.6, 0.7, tried=tried), result(0.44, 0.55, 0.63, tried=tried)
+    assert differing(first, again) == ["better than its repetition by 6.00"]
+
+    def of_all(found: dict[str, Any]) -> dict[str, Any]:
+        tasks = {name: {**found, "version": task.version} for name, task in TASKS.items()}
+        return {"name": "a", "source": "", "tiers": {QUICK: tasks}}
+
+    assert submissions.problems(of_all(first), of_all(again)) == []
 
 
 @pytest.mark.parametrize(
@@ -1147,6 +1227,19 @@ def test_a_file_that_lacks_something_is_no_file_of_results(
     path.write_text(json.dumps(content))
     with pytest.raises(BadInput, match="is no file of results"):
         submissions.read(path)
+
+
+def test_a_file_is_checked_against_its_repetition(tmp_path: Path) -> None:
+    entry = entries.Entry("a", "source", {})
+    for folder, means in [("first", (0.5, 0.6, 0.7)), ("again", (0.1, 0.2, 0.3))]:
+        found = result(*means, tried=[{"setting": {}, "score": 0.5}])
+        submissions.save(entry, QUICK, {"text_same": found}, tmp_path / folder)
+    first, again = (str(tmp_path / name) for name in ("first", "again"))
+    command_line.main(["check", f"{first}/a.json", "--folder", first])
+    with pytest.raises(BadInput, match="worse than its repetition"):
+        command_line.main(["check", f"{first}/a.json", "--folder", again])
+    with pytest.raises(BadInput, match="there is no repetition"):
+        command_line.main(["check", f"{first}/a.json", "--folder", str(tmp_path / "third")])
 
 
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 5)), min_size=1, max_size=8))

@@ -1,20 +1,24 @@
-"""Checks of files of results: what is complete."""
+"""Checks of files of results: what is complete, and what a repetition may differ in."""
 
+import copy
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from scipy import stats
 
 from powergossip.benchmark import entries, page, submissions
 from powergossip.benchmark.comparison import lines, pair
 from powergossip.benchmark.tasks import QUICK, TASKS
 from powergossip.errors import BadInput
-from tests.harness.benchmarking import entry_of, line, result
+from tests.harness.benchmarking import differing, entry_of, line, result
 
-IMAGES, TEXT = "fashion_mnist_same", "text_same"
+MEASURES = ["fashion_mnist_same", "text_same", "consensus_random"]  # a task of each
+IMAGES, TEXT, _ = MEASURES
 
 
 def complete(*means: float, **more: Any) -> dict[str, Any]:
@@ -55,9 +59,40 @@ def test_a_file_of_another_shape_is_a_sentence(tmp_path: Path) -> None:
         except BadInput:
             continue
         submissions.problems(found)
+        submissions.problems(found, whole)
+        submissions.problems(whole, found)
 
 
 # --- Tiers and tasks ------------------------------------------------------------------------------
+
+
+def test_results_are_compared_with_those_of_their_tier() -> None:
+    quick, full = ({IMAGES: complete(*means)} for means in [(0.5, 0.6, 0.7), (0.8, 0.81, 0.82)])
+    both = file_of(quick=quick, full=full)
+    for part in (file_of(quick=quick), file_of(full=full), both):
+        assert submissions.problems(both, part) == []
+    assert submissions.problems(file_of(quick=quick), both) == []
+    worse = file_of(quick=quick, full={IMAGES: complete(0.85, 0.86, 0.87)})
+    assert submissions.problems(both, worse) == [
+        f"{IMAGES}, full: worse than its repetition by 5.00"
+    ]
+    of_other_data = file_of(quick=quick, full={IMAGES: complete(0.8, 0.81, 0.82, data="e")})
+    assert submissions.problems(both, of_other_data) == [
+        f"{IMAGES}, full: other data than in its repetition"
+    ]
+
+
+def test_a_repetition_of_another_task_is_none() -> None:
+    first, other = (
+        file_of(quick={name: complete(0.5, 0.6, 0.7)}) for name in ("text_same", "text_topics")
+    )
+    assert submissions.problems(first, other) == ["no task was repeated"]
+
+
+def test_matrices_of_consensus_are_equal_though_their_last_bits_differ() -> None:
+    first, again = (complete(0.5, 0.6, 0.7, data=data) for data in "de")
+    assert differing(first, again, "consensus_random") == []
+    assert differing(first, again, IMAGES) == ["other data than in its repetition"]
 
 
 def test_tiers_and_tasks_are_known_ones() -> None:
@@ -72,10 +107,9 @@ def test_tiers_and_tasks_are_known_ones() -> None:
     ("task", "value"), [(IMAGES, 99.0), (IMAGES, -0.1), ("consensus_random", -10.1)]
 )
 def test_values_are_in_the_range_of_their_measure(task: str, value: float) -> None:
-    wrong = complete(0.5, value, 0.7, version=TASKS[task].version)
-    (found,) = submissions.problems(file_of(quick={task: wrong}))
-    name = TASKS[task].measure.name
-    assert re.fullmatch(rf"{task}, quick: {name} \S+, not \S+ to \S+", found)
+    wrong = complete(0.5, value, 0.7)
+    (found,) = differing(wrong, wrong, task)
+    assert re.fullmatch(rf"{TASKS[task].measure.name} \S+, not \S+ to \S+", found)
 
 
 # --- What is complete -----------------------------------------------------------------------------
@@ -138,6 +172,119 @@ def test_a_file_has_a_name_a_source_and_tiers(
     path.write_text(json.dumps(content))
     with pytest.raises(BadInput):
         submissions.read(path)
+
+
+# --- What a repetition may differ in --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("task", MEASURES)
+@pytest.mark.parametrize("spread", [0.0, 0.2, 1.0])
+def test_a_difference_is_beyond_its_interval_and_the_tolerance(task: str, spread: float) -> None:
+    """In tolerances. Each is a limit alone, not their sum."""
+    tolerance = TASKS[task].measure.tolerance
+    margin = stats.t.ppf(0.975, 2) * spread / math.sqrt(3)
+    again = [20.0, 50.0, 80.0]  # far apart, so that no single value differs
+    for sign in (-1, 1):
+        for part in (0.99, 1.01):
+            by = part * max(margin, 1.0)
+            own = [a + sign * by + spread * d for a, d in zip(again, (-1, 0, 1), strict=True)]
+            first, second = (
+                complete(*(tolerance * mean for mean in means)) for means in (own, again)
+            )
+            found = differing(first, second, task)
+            assert len(found) == (part > 1)
+            assert all("than its repetition by" in text for text in found)
+
+
+@pytest.mark.parametrize("task", MEASURES)
+@pytest.mark.parametrize(("by", "is_found"), [(0.1, False), (2.5, False), (3.5, True)])
+def test_the_value_of_one_run_may_differ_by_three_tolerances(
+    task: str, by: float, is_found: bool
+) -> None:
+    """Also where those of different seeds happen to be equal."""
+    again = complete(0.5, 0.5, 0.5)
+    own = complete(0.5 + by * TASKS[task].measure.tolerance, 0.5, 0.5)
+    found = differing(own, again, task)
+    assert len(found) == is_found
+    assert all(text.startswith("mean after step 20") for text in found)
+
+
+def test_the_value_of_one_run_may_differ_by_the_noise_between_seeds() -> None:
+    """That of the difference of two runs, at the level of all evaluations together."""
+    of_two, evaluations = 2, 2 * 2  # means and worst ones, after two steps
+    t = stats.t.ppf(1 - 0.05 / evaluations / of_two, 2)
+    deviation = 0.02
+    again = complete(0.5 - deviation, 0.5, 0.5 + deviation)
+    noise = math.sqrt(2) * t * deviation
+    for part in (0.95, 1.05):
+        own = complete(0.5 - deviation, 0.5 + part * noise, 0.5 + deviation)
+        assert len(differing(own, again)) == (part > 1)
+
+
+@pytest.mark.parametrize(
+    ("task", "more", "is_found"),
+    [
+        ("consensus_random", 1, False),
+        ("consensus_random", 3, False),
+        ("consensus_random", 4, True),
+        ("fashion_mnist_same", 1, True),
+    ],
+)
+def test_only_agreement_may_end_some_evaluations_earlier_or_later(
+    task: str, more: int, is_found: bool
+) -> None:
+    first = complete(0.5, 0.6, 0.7)
+    longer = copy.deepcopy(first)
+    for run in longer["runs"]:
+        last = run["evaluations"][-1]
+        for i in range(more):
+            at = {"step": 20 + 10 * (i + 1), "MB": 10.0 + 5 * (i + 1)}
+            run["evaluations"].append({**last, **at})
+    wrong = ["evaluations after other steps than those of its repetition"] * is_found
+    assert differing(first, longer, task) == wrong
+    assert differing(longer, first, task) == wrong
+
+
+@pytest.mark.parametrize(
+    ("own", "again", "wrong"),
+    [
+        ([1, 2, 3], [1, 2], []),
+        ([1, 2], [1, 2, 3], []),
+        ([1], [1, 2], []),
+        ([1, 2], [1], []),
+        ([2, 3], [], ["2 runs diverged, and 0 of its repetition"]),
+        ([], [2, 3], ["0 runs diverged, and 2 of its repetition"]),
+        ([1, 2, 3], [], ["3 runs diverged, and 0 of its repetition"]),
+    ],
+)
+def test_one_run_more_or_less_may_diverge(
+    own: list[int], again: list[int], wrong: list[str]
+) -> None:
+    """One common run or none has no noise with which its value could be compared."""
+    first = complete(0.5, 0.6, 0.7, diverged=own)
+    assert differing(first, complete(0.1, 0.2, 0.1, diverged=again)) == wrong
+
+
+@pytest.mark.parametrize("mb", [0.1, 10.0, 1000.0])
+def test_megabytes_differ_by_a_ratio(mb: float) -> None:
+    first, close, far = (complete(0.5, 0.6, 0.7, mb=mb * part) for part in (1.0, 1.01, 1.05))
+    assert differing(first, close) == differing(close, first) == []
+    assert [len(found) for found in (differing(first, far), differing(far, first))] == [1, 1]
+
+
+def test_another_setting_may_be_chosen_of_the_same_ones() -> None:
+    """Its messages and state are others, and its quality is not."""
+    tried = settings(0.5, 0.5)
+    first = complete(0.5, 0.6, 0.7, tried=tried)
+    chosen = {"tried": tried, "setting": {"a": 1}, "state": 8.0, "mb": 5.0}
+    assert differing(first, complete(0.501, 0.601, 0.701, **chosen)) == []
+    assert differing(first, complete(0.3, 0.4, 0.5, **chosen)) == [
+        "better than its repetition by 20.00"
+    ]
+    other = [*tried[:1], {"setting": {"a": 2}, "score": 0.5}]
+    assert differing(first, complete(0.5, 0.6, 0.7, tried=other)) == [
+        "other settings were tried than in its repetition"
+    ]
 
 
 # --- Lines and pairs ------------------------------------------------------------------------------

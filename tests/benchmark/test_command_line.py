@@ -45,14 +45,45 @@ def saved(
 # --- check ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", ["a", f"{OUTPUT}/a.json", "link.json", "b --folder elsewhere"])
-def test_a_file_is_checked_by_its_name_or_its_path(
-    path: str, here: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "a",
+        f"{OUTPUT}/a.json",
+        f"./{OUTPUT}/a.json",
+        f"HERE/{OUTPUT}/a.json",
+        "link.json",
+        "elsewhere/b.json",
+        "b --folder elsewhere",
+        "elsewhere/b.json --folder elsewhere",
+        "HERE/elsewhere/b.json --folder elsewhere",
+        "elsewhere/b.json --folder HERE/elsewhere",
+    ],
+)
+def test_a_file_is_no_repetition_of_itself(
+    arguments: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Whatever the spelling of its path. Without --folder, it needs none."""
     Path("link.json").symlink_to(saved(OUTPUT, "a", 0.5, 0.6, 0.7))
     saved("elsewhere", "b", 0.5, 0.6, 0.7)
-    command_line.main(["check", *path.split()])
-    assert "is valid: 1 of 9 tasks in quick" in capsys.readouterr().out
+    command_line.main(["check", *arguments.replace("HERE", str(here)).split()])
+    said = capsys.readouterr().out
+    assert "is valid: 1 of 9 tasks in quick" in said
+    assert "agree" not in said
+
+
+def test_a_file_is_compared_with_the_repetition_of_its_entry(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not with a file of its own name."""
+    saved("first", "a", 0.5, 0.6, 0.7, tasks=("text_same", "text_topics")).rename("mine.json")
+    saved("again", "mine", 0.5, 0.6, 0.7)
+    saved("again", "a", 0.5, 0.6, 0.7)
+    command_line.main(["check", "mine.json", "--folder", "again"])
+    assert capsys.readouterr().out.endswith("\n1 of them agree with again/a.json\n")
+    saved("again", "a", 0.1, 0.2, 0.3)
+    with pytest.raises(BadInput, match="worse than its repetition"):
+        command_line.main(["check", "mine.json", "--folder", "again"])
 
 
 def test_a_check_needs_the_quick_tier(here: Path) -> None:
