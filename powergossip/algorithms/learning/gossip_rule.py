@@ -176,6 +176,10 @@ class GossipRule:
         own, given = f"{type(self).__name__}.state", self.state
         known = isinstance(given, Mapping) and all(isinstance(v, Variable) for v in given.values())
         checks.check(own, given, known, "a mapping from names to Variable")
+        if callable(type(self).exchanging):
+            raise ValueError(
+                f"{type(self).__name__}.exchanging: use a property; a method is true in every step"
+            )
         self._network, self._make, self._local = workers.network, workers.make, workers.local
         parameters = workers.parameters
         self._x, self._g, self._layout = parameters.x, parameters.grad, parameters.layout
@@ -374,19 +378,26 @@ class GossipRule:
         """See interface.Learning."""
         return [name for name, kind in self.state.items() if kind is Variable.CONSERVED]
 
+    def _variable(self, name: str) -> Any:
+        if not hasattr(self, f"_{name}"):
+            raise ValueError(
+                f"{type(self).__name__}.state has {name!r}: use self._{name} for the variable"
+            )
+        return getattr(self, f"_{name}")
+
     def variables_dict(self, in_step: bool = True) -> dict[str, Any]:
         """The variables that have elements. in_step: include variables of kind IN_STEP."""
         return {
             name: self._layout.saved(value) if isinstance(value, Tensor) else value
             for name, kind in self.state.items()
             if (in_step or kind is not Variable.IN_STEP)
-            and (not isinstance(value := getattr(self, f"_{name}"), Tensor) or value.numel())
+            and (not isinstance(value := self._variable(name), Tensor) or value.numel())
         }
 
     def load_variables(self, state: Mapping[str, Any]) -> None:
         """Restore the variables returned by `variables_dict()`."""
         for name, kind in self.state.items():
-            own = getattr(self, f"_{name}")
+            own = self._variable(name)
             if kind is not Variable.IN_STEP and isinstance(own, Tensor):
                 if own.numel():
                     self._layout.load(own, state[name])

@@ -81,6 +81,8 @@ def rule(name: str, local_optimizer: str = "sgd") -> type[GossipRule]:
         ValueError: For an unknown name, or one that does not work with this local optimizer.
     """
     checks.one_of("learning", name, LEARNING)
+    if not isinstance(row := LEARNING[name], type) or not issubclass(row, GossipRule):
+        raise ValueError(f"learning={name} is the row {row!r}; use a class derived from GossipRule")
     quasi_global = name == "quasi-global-momentum"
     family = (QuasiGlobalMomentum, QuasiGlobalAdam) if quasi_global else (LEARNING[name],)
     accepted = [optimizer for of in family for optimizer in of.optimizers]
@@ -99,8 +101,9 @@ def check(name: str, network: Network, averaging_name: str, averaging: Averaging
     if kind not in found.kinds:
         own = kind is Kind.OTHER and not _options.is_of_library(found)
         more = f", or add Kind.OTHER to {found.__name__}.kinds" if own else ""
+        reason = _WITHOUT_BIAS if isinstance(averaging, ExactMean) else _REASONS[kind]
         raise ValueError(
-            f"learning={name} with optimizer={averaging_name}: {_REASONS[kind]}; use it with "
+            f"learning={name} with optimizer={averaging_name}: {reason}; use it with "
             f"{_examples(found)}{more}"
         )
     if network.topology.row_stochastic and not found.kinds >= ANY:
@@ -154,6 +157,7 @@ _REASONS = {
     Kind.WEIGHTED: "its updates have no weights, as those of learning=dpsgd have",
     Kind.OTHER: "errors of the messages would stay in its variables",
 }
+_WITHOUT_BIAS = "the mean of all models has no bias that the rule would correct"
 
 
 def _examples(found: type[GossipRule]) -> str:
