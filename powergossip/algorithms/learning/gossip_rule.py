@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from powergossip import checks
-from powergossip.algorithms.averaging import Kind, begin_at, incremental
+from powergossip.algorithms.averaging import Averaging, Kind, begin_at, incremental
 from powergossip.algorithms.learning.interface import Correction
 from powergossip.network import Conversation, Exchange, Network
 from powergossip.parameters import Layout, Parameters
@@ -184,8 +184,8 @@ class GossipRule:
         parameters = workers.parameters
         self._x, self._g, self._layout = parameters.x, parameters.grad, parameters.layout
         self._clip = Correction(parameters, workers.weight_decay, workers.clip)
-        self._joint = Joint(self._layout, self._x, variables) if variables > 1 else None
-        self.layout = self._layout if self._joint is None else self._joint.layout
+        self._joint = Joint(self._layout, self._x, max(1, variables))
+        self.layout = self._joint.layout
         if variables:
             self._averaging = self._make(self.layout)
         self._increment: Tensor | None = None
@@ -255,16 +255,13 @@ class GossipRule:
 
     def variables(self) -> Tensor:
         """The variables `mixed()` as one tensor [worker, D'], with D' elements, in this layout."""
-        mixed, count = self.mixed(), 1 if self._joint is None else self._joint.count
-        if len(mixed) != count:
+        mixed = self.mixed()
+        if len(mixed) != self._joint.count:
             raise ValueError(
                 f"{type(self).__name__}.mixed returns {len(mixed)} variables; use "
                 f"super().__init__(workers, variables={len(mixed)})"
             )
-        if self._joint is None:
-            return mixed[0]
-        self._joint.load(*mixed)
-        return self._joint.buffer
+        return self._joint.load(*mixed)
 
     def add(self, u: Tensor, edge: int | None = None, agreed: bool = True) -> None:
         """Apply an increment [worker, D'] of `variables`.
@@ -276,10 +273,7 @@ class GossipRule:
                 whose sum over all workers is conserved, as in gradient tracking, stay the same.
         """
         x, *others = self.mixed()
-        if self._joint is None:
-            x.add_(u)
-        else:
-            self._joint.add(u, x, *(others if agreed else [()] * len(others)))
+        self._joint.add(u, x, *(others if agreed else [()] * len(others)))
 
     def settle(self) -> None:
         """End a step."""
@@ -300,8 +294,7 @@ class GossipRule:
             self.add(self._increment)
             return
         yield from self._averaging.step(variables)
-        if self._joint is not None:
-            self._joint.store(*self.mixed())
+        self._joint.store(*self.mixed())
 
     def before(self) -> Conversation | None:
         """The messages in flight while gradients are computed, or None."""
@@ -362,11 +355,7 @@ class GossipRule:
 
     def begin_at(self, point: Tensor) -> None:
         """See `averaging.Copies`. Other variables than x begin at 0."""
-        if self._joint is not None:
-            x, zero = point.expand_as(self._x), torch.zeros_like(self._x)
-            self._joint.load(x, *[zero] * (self._joint.count - 1))
-            point = self._joint.buffer[0]
-        begin_at(self._averaging, point)
+        self._joint.begin_at(self._averaging, point)
 
     @property
     def kept(self) -> list[str]:
@@ -420,13 +409,13 @@ class Joint:
     """Variables [worker, D] in one buffer [worker, count · D], so that they share messages.
 
     Their tensors are in the order of `layout`, the layout of all shapes, which keeps matrices of
-    one shape adjacent.
+    one shape adjacent. A single variable is its own buffer.
     """
 
     def __init__(self, layout: Layout, like: Tensor, variables: int = 2):
         count, self.count = len(layout.shapes), variables
-        self.layout = layout.select([*range(count)] * variables)
-        self.buffer = like.new_zeros(len(like), self.layout.size)
+        self.layout = layout.select([*range(count)] * variables) if variables > 1 else layout
+        self.buffer = like.new_zeros(len(like), self.layout.size if variables > 1 else 0)
         starts, joint = layout.starts, self.layout.starts
         sizes = [tensor.numel() for tensor in layout.tensors(like[0])]
         # [variable][piece]: its slices of the variable and of the buffer. Adjacent ones are merged.
@@ -435,14 +424,19 @@ class Joint:
             for i in range(variables)
         ]
 
-    def load(self, *variables: Tensor) -> None:
-        """buffer ← the variables"""
+    def load(self, *variables: Tensor) -> Tensor:
+        """buffer ← the variables. Returns it."""
+        if self.count == 1:
+            return variables[0]
         for variable, pieces in zip(variables, self._pieces, strict=True):
             for own, here in pieces:
                 self.buffer[:, here] = variable[:, own]
+        return self.buffer
 
     def store(self, *variables: Tensor) -> None:
         """The variables ← buffer"""
+        if self.count == 1:
+            return
         for variable, pieces in zip(variables, self._pieces, strict=True):
             for own, here in pieces:
                 variable[:, own] = self.buffer[:, here]
@@ -455,7 +449,21 @@ class Joint:
         for variable, pieces in zip(variables, self._pieces, strict=True):
             for each in [variable] if isinstance(variable, Tensor) else variable:
                 for own, here in pieces:
-                    each[:, own] += joint[:, here]
+                    each[:, own].add_(joint[:, here])
+
+    def split(self, joint: Tensor) -> list[Tensor]:
+        """The variables [worker, D] of a tensor in the order of the buffer."""
+        if self.count == 1:
+            return [joint]
+        like = joint[:, : joint.shape[1] // self.count]
+        found = [torch.zeros_like(like) for _ in range(self.count)]
+        self.add(joint, *found)
+        return found
+
+    def begin_at(self, averaging: Averaging, point: Tensor) -> None:
+        """See `averaging.Copies`. Other variables than the first begin at 0, it at point [D]."""
+        others = [torch.zeros_like(point)[None]] * (self.count - 1)
+        begin_at(averaging, self.load(point[None], *others)[0])
 
 
 def _merged(places: Any) -> list[tuple[slice, slice]]:

@@ -1,6 +1,6 @@
 """Quasi-global momentum: momentum of the displacement that gossip leaves, not of own gradients."""
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -72,11 +72,11 @@ class QuasiGlobalMomentum(_QuasiGlobal):
         self,
         workers: Workers,
         *,
-        overlapping: bool = False,
         momentum: float = 0.9,
         nesterov: bool = False,
+        **base_options: Any,
     ):
-        super().__init__(workers, overlapping=overlapping)
+        super().__init__(workers, **base_options)
         self._momentum, self._nesterov = momentum, nesterov
         self._m = torch.zeros_like(self._x)
         self._tilde = torch.zeros_like(self._x)
