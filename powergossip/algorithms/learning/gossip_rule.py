@@ -146,8 +146,12 @@ class GossipRule:
         in_place: True if the local optimizer updates x itself, with its own rounding. Then `update`
             receives None.
         reads_rate: True if it depends on the learning rate of the local optimizer.
-        relays: True if it relays along the trees of the topology, in place of averaging. Then
-            messages cannot be late.
+        relays: True if it relays along the trees of the topology, in place of averaging.
+        one_way: True if its messages are not exchanges. Then they cannot be late.
+        undamped: True if its tracked gradients turn the complex eigenvalues of a directed graph
+            into growth, where the learning rate times the curvature is large beside γ times an
+            eigenvalue.
+        variants: Rules of the same name for other local optimizers.
         state: Name → treatment of each variable, a tensor [worker, D] or a number. Its attribute
             has an underscore before the name.
         layout: Layout of the variables in a message.
@@ -160,7 +164,8 @@ class GossipRule:
     kinds: ClassVar[frozenset[Kind]] = MEAN_PRESERVING
     optimizers: ClassVar[tuple[str, ...]] = ("sgd", "adamw", "muon")
     overlaps: ClassVar[frozenset[Kind]] = frozenset()
-    static = stateless = reads_rate = relays = False
+    static = stateless = reads_rate = relays = one_way = undamped = False
+    variants: ClassVar[tuple[type["GossipRule"], ...]] = ()
     state: ClassVar[Mapping[str, Variable]] = {}
 
     in_place = overlapping = False
