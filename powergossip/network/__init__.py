@@ -43,6 +43,7 @@ from powergossip.network.message_types import (
     Message,
     ToAll,
     ToEach,
+    mapped,
     together,
 )
 from powergossip.network.mpi import cuda_aware_mpi
@@ -76,6 +77,7 @@ __all__ = [
     "choose_device",
     "cuda_aware_mpi",
     "hosted_workers",
+    "mapped",
     "processes",
     "processes_of",
     "processes_of_replicas",

@@ -49,7 +49,7 @@ from powergossip.algorithms.learning.gossip_rule import (
     Workers,
 )
 from powergossip.algorithms.plain import ExactMean
-from powergossip.network import Conversation, Network, together
+from powergossip.network import Conversation, Network, mapped, together
 from powergossip.parameters import Layout
 from powergossip.topologies import Topology
 
@@ -472,14 +472,12 @@ class DiLoCo(OuterRule):
 
     def _counted(self, conversation: Conversation) -> Conversation:
         """Count the turns of a conversation. Each round has the same number."""
-        received = None
-        while True:
-            try:
-                messages = conversation.send(received)
-            except StopIteration:
-                break
-            received = yield messages
+
+        def count(_: Any, answers: tuple[Any, ...]) -> tuple[Any, ...]:
             self._taken += 1
+            return answers
+
+        yield from mapped(conversation, count)
         self._all_turns = self._taken
 
     def _mix_slow(self, fragment: Fragment) -> Conversation:
