@@ -43,7 +43,6 @@ from powergossip.network.message_types import (
     Message,
     ToAll,
     ToEach,
-    mapped,
     together,
 )
 from powergossip.network.mpi import cuda_aware_mpi
@@ -77,7 +76,6 @@ __all__ = [
     "choose_device",
     "cuda_aware_mpi",
     "hosted_workers",
-    "mapped",
     "processes",
     "processes_of",
     "processes_of_replicas",

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from powergossip import checks
-from powergossip.network import Conversation, Gather, Message, mapped
+from powergossip.network import Conversation, Gather, Message
+from powergossip.network.message_types import mapped
 from powergossip.network.rows import Rows
 from powergossip.tensor_cache import TensorCache
 

@@ -49,7 +49,8 @@ from powergossip.algorithms.learning.gossip_rule import (
     Workers,
 )
 from powergossip.algorithms.plain import ExactMean
-from powergossip.network import Conversation, Network, mapped, together
+from powergossip.network import Conversation, Network, together
+from powergossip.network.message_types import mapped
 from powergossip.parameters import Layout
 from powergossip.topologies import Topology
 
