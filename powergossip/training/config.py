@@ -214,6 +214,11 @@ class Settings(RunKeys):
         return self.on_worker_loss != "end"
 
     @property
-    def one_way(self) -> bool:
-        """True if the method's messages are not exchanges: then a scenario has losses only."""
-        return self.optimizer == "push-sum" or self.learning == "relay-sgd"
+    def one_way(self) -> str:
+        """The name of the rule whose messages are not exchanges, or "". A scenario then has losses
+        only."""
+        from powergossip.algorithms import AVERAGING, learning
+
+        rows = (self.optimizer, AVERAGING), (self.learning, learning.LEARNING)
+        found = (name for name, row in rows if getattr(row.get(name), "one_way", False))
+        return next(found, "")

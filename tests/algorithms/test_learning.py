@@ -390,6 +390,7 @@ NOT_ACCEPTED = [
     ("momentum-tracking", "qsgd", "momentum-tracking"),
     ("exact-diffusion", "top-k", "exact-diffusion"),
     ("exact-diffusion", "sign", "exact-diffusion"),
+    ("k-gt", "all-reduce", "k-gt with optimizer=all-reduce: the mean of all models has no bias"),
 ]
 
 

@@ -147,7 +147,7 @@ def test_a_task_that_does_not_accept_the_settings_of_all_is_left_out(
     assert [command_line.accepts(entry, task, QUICK) for task in tasks] == [False, True]
     assert "left out: fashion_mnist_late" in capsys.readouterr().out
     with pytest.raises(BadInput, match="use dpsgd, power-gossip, choco with a scenario"):
-        command_line.accepts(entry, tasks[0], QUICK, named=True)
+        command_line.accepts(entry, tasks[0], QUICK, alone=True)
     entry = entries.find(str(written(tmp_path, {"fashion_mnist_late": own})))
     with pytest.raises(BadInput, match="use dpsgd, power-gossip, choco with a scenario"):
         command_line.accepts(entry, tasks[0], QUICK)

@@ -158,10 +158,10 @@ def test_a_repetition_has_the_tasks_of_its_file(
     assert asked == [names]
 
 
-def test_a_task_that_is_not_named_may_be_left_out(
+def test_a_task_without_accepted_settings_is_left_out(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """If its settings are those of a group, too. Otherwise, the reason is an error."""
+    """If its settings are those of a group, too. If it is the only one, the reason is an error."""
     written(here, {"fashion_mnist": [{"optimizer": "half"}]})
     began: list[object] = []
 
@@ -173,8 +173,13 @@ def test_a_task_that_is_not_named_may_be_left_out(
     command_line.main(["run", "mine.py"])
     assert len(began) == 1
     assert re.findall("left out: (.*?):", capsys.readouterr().out) == ["fashion_mnist_late"]
+    late = ["run", "mine.py", "--task", "fashion_mnist_late"]
     with pytest.raises(BadInput, match="use dpsgd, power-gossip, choco with a scenario"):
-        command_line.main(["run", "mine.py", "--task", "fashion_mnist_late"])
+        command_line.main(late)
+    command_line.main([*late, "--task", "consensus_random", "--task", "fashion_mnist_sorted"])
+    assert len(began) == 2
+    out = re.findall("left out: (.*?)[:;]", capsys.readouterr().out)
+    assert out == ["mine has no settings of consensus_random", "fashion_mnist_late"]
 
 
 @pytest.mark.long

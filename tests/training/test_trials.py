@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, ClassVar
 
 import pytest
@@ -339,6 +340,29 @@ class ForgetsAnchor(Rule):
     state: ClassVar[Any] = {"steps": Variable.RESET}
 
 
+class ForgetsSum(Rule):
+    """And the sum of the displacements since the last messages, which is not in the state."""
+
+    period = 12
+    _sum: Any = 0
+
+    def update(self, u: Tensor | None) -> None:
+        assert u is not None
+        self._sum = self._sum + u
+        if self.exchanging:
+            self._x.add_(self._sum)
+            self._sum = 0
+
+
+class LacksVariable(Rule):
+    state: ClassVar[Any] = {"other": Variable.KEPT}
+
+
+class Method(Rule):
+    def exchanging(self) -> bool:  # type: ignore[override]
+        return False
+
+
 class ReadsGradients(Rule):
     def direct(self, g: Tensor) -> None:
         g.copy_(g.mean(0).expand_as(g))
@@ -364,6 +388,10 @@ LEARNS = [
     (Seldom, None),
     (Never, "learning=mine sends no messages; a step yields them"),
     (ForgetsAnchor, STATE),
+    (ForgetsSum, STATE),
+    (LacksVariable, "LacksVariable.state has 'other': use self._other for the variable"),
+    (Method, "Method.exchanging: use a property; a method is true in every step"),
+    (partial(Rule, local_steps=2), "learning=mine is the row .*; use a class derived from Goss"),
     (ReadsGradients, LEAK),
     (AssignedX, "learning=mine does not change x by gradients"),
     (Names, r"Names.state=\('anchor',\): use a mapping from names to Variable"),
@@ -374,7 +402,7 @@ LEARNS = [
 @pytest.mark.parametrize(
     ("registry", "row", "sentence"),
     [
-        pytest.param(registry, *case, id=f"{kind}-{i}-{case[0].__name__}")
+        pytest.param(registry, *case, id=f"{kind}-{i}-{getattr(case[0], '__name__', 0)}")
         for kind, registry, cases in (
             ("averaging", AVERAGING, AVERAGES),
             ("aggregation", AGGREGATIONS, AGGREGATES),
