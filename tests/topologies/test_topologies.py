@@ -161,40 +161,26 @@ def test_a_summary_in_full() -> None:
         "  contraction per step           0.923880 at that rate, 0.949253 at rate 1",
         "  Chebyshev bound                0.668179",
     ]
-    assert make("exponential", 8).summary().splitlines() == [
-        "exponential: 8 workers, 20 edges, directed",
-        "  neighbors per worker           3",
-        "  diameter                       3 hops",
-        "  contraction per step           0.500000 at rate 1",
-    ]
-    assert make("base-graph", 6).summary().splitlines() == [
-        "base-graph: 6 workers, 7 edges, 4 rounds",
-        "  neighbors per worker           0 to 1 per round, 2 to 3 in all",
-        "  contraction per step           "
-        "0 at rate 1: averages exactly after its period of 4 rounds",
-    ]
-    one_way = make("one-peer-exponential", 3).summary().splitlines()
-    assert one_way[0] == "one-peer-exponential: 3 workers, 3 edges, 2 rounds, directed"
-    assert one_way[2] == (
-        "  contraction per step           0.500000 at rate 1, the mean of its 2 rounds"
-    )
-    assert "row-stochastic" in make("epidemic", 8).summary()
-    assert "not computed" in make("round-robin", 3000).summary()
+    for name, n, parts in (
+        ("exponential", 8, ["20 edges, directed", "0.500000 at rate 1"]),
+        ("base-graph", 6, ["7 edges, 4 rounds", "0 to 1 per round, 2 to 3 in all"]),
+        ("base-graph", 6, ["averages exactly after its period of 4 rounds"]),
+        ("one-peer-exponential", 3, ["2 rounds, directed", "0.500000 at rate 1, the mean of"]),
+        ("epidemic", 8, ["row-stochastic"]),
+        ("round-robin", 3000, ["not computed"]),
+    ):
+        assert all(part in make(name, n).summary() for part in parts), name
 
 
 @pytest.mark.parametrize(
-    ("name", "options"),
+    "name",
     [
-        ("watts-strogatz", {}),
-        ("random-regular", {}),
-        ("equi-static", {}),
-        ("random-matching", {}),
-        ("one-peer-equi", {}),
-        ("epidemic", {}),
-        ("round-robin", {"graph": "random-regular"}),
+        *("watts-strogatz", "random-regular", "equi-static", "random-matching"),
+        *("one-peer-equi", "epidemic", "round-robin"),
     ],
 )
-def test_random_graphs_depend_on_the_seed_only(name: str, options: dict[str, object]) -> None:
+def test_random_graphs_depend_on_the_seed_only(name: str) -> None:
+    options: dict[str, object] = {"graph": "random-regular"} if name == "round-robin" else {}
     drawn = [make(name, 32, seed=seed, options=options) for seed in (0, 0, 1)]
     first, again, other = [[r.weights.indices.tolist() for r in t.rounds] for t in drawn]
     assert first == again != other
@@ -480,21 +466,6 @@ def test_rounds_of_base_graphs() -> None:
         assert {n: make("base-graph", n, options={"k": k}).period for n in rounds} == rounds
 
 
-def test_a_base_graph_of_five() -> None:
-    """4 + 1 workers: Takezawa et al. (2023), figure 3."""
-    pairs = [
-        [(i, j, weight) for i in range(5) for j, weight in r.sources(i) if i < j]
-        for r in make("base-graph", 5).rounds
-    ]
-    assert pairs == [
-        [(0, 1, 0.5), (2, 3, 0.5)],
-        [(0, 2, 0.5), (1, 3, 0.5)],
-        [(0, 4, 0.8), (1, 2, 0.5)],
-        [(0, 1, 0.5), (2, 3, 0.5)],
-        [(0, 2, 0.5), (1, 3, 0.5)],
-    ]
-
-
 def test_remaining_workers_of_a_base_graph_average_in_groups() -> None:
     """Step 2 of Takezawa et al. (2023), algorithm 2, where k + 1 does not divide their number."""
 
@@ -770,12 +741,6 @@ def test_workers_are_the_sorted_names_of_a_file(tmp_path: Path) -> None:
         ("a.txt", "0.0e+00 1.0e+00\n1.0e+00 0.0e+00\n", 2, 'line 1: "0.0e.00" .* two workers'),
         ("a.txt", "0 1 0 1\n1 0 1 0\n0 1 0 1\n1 0 1 0\n", 4, "line 1: worker 0 .* two workers"),
         ("a.txt", "*Vertices 2\n*Edges\n1 2\n", 2, "line 1: .*Vertices.* or .*\\.net"),
-        (
-            "a.mtx",
-            "%%MatrixMarket matrix coordinate pattern symmetric\n3 3 1\n2 1\n",
-            2,
-            "worker 2 has no neighbor",
-        ),
         ("a.gml", "graph [", 2, "a.gml cannot be read"),
     ],
 )
@@ -800,20 +765,10 @@ def test_unreadable_files_are_rejected(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "n", "options", "message"),
     [
-        (
-            "rign",
-            8,
-            {},
-            '"rign" is unknown; choose from base-graph, binary-tree, .*, or give the path',
-        ),
+        ("rign", 8, {}, '"rign" is unknown; choose from base-graph, .*, or give the path'),
         ("ring", 0, {}, "^n_workers=0: use 1 or more$"),
         ("social-network", 8, {}, "^n_workers=8: use 32 .*social-network"),
-        (
-            "ring",
-            8,
-            {"degree": 3},
-            "degree=3: topology=ring has no such option; use topology_options.weights$",
-        ),
+        ("ring", 8, {"degree": 3}, "degree=3: topology=ring has no .* topology_options.weights$"),
         ("ring", 8, {"weights": "equal"}, "weights=equal: use metropolis, constant or fastest$"),
         ("fully-connected", 64, {"weights": "fastest"}, "weights=fastest: use constant or "),
         ("equi-static", 8, {"degree": 8}, "degree=8: use 1 or more, less than n_workers=8$"),
@@ -828,11 +783,9 @@ def test_unreadable_files_are_rejected(tmp_path: Path) -> None:
         ("base-graph", 8, {"k": -3}, "^topology_options.k=-3: use 1 or more$"),
         ("random-matching", 8, {"period": 0}, "^topology_options.period=0: use 1 or more$"),
         ("epidemic", 64, {"s": 1, "period": 1}, 'period=1: use more; .*"epidemic"'),
-        ("epidemic", 8, {"s": 0}, "^topology_options.s=0: use .* 1 or more"),
         ("epidemic", 8, {"s": 8}, "s=8: use .* less than n_workers=8$"),
         ("round-robin", 8, {"graph": 3}, "graph=3: use a string$"),
-        ("round-robin", 8, {"graph": "rign"}, "^topology_options.graph=rign: use .*, ring, "),
-        ("round-robin", 8, {"graph": "exponential"}, "graph=exponential: use "),
+        ("round-robin", 8, {"graph": "exponential"}, "^topology_options.graph=exp.*: use .*, ring"),
         ("round-robin", 12, {"graph": "hypercube"}, "n_workers=12: use a power of two"),
     ],
 )
