@@ -223,6 +223,16 @@ def test_clipping_has_the_bias_of_all_reduce() -> None:
     assert biased == pytest.approx([2.5] * len(biased), abs=0.05)
 
 
+def test_quasi_global_momentum_over_all_reduce_is_exact_by_default() -> None:
+    """Its messages follow the local update, as those of SGD do: equal models in all workers."""
+    problem, network = Quadratics(), Network(topologies.make("ring", WORKERS))
+    gossip = algorithms.make("all-reduce", network, problem.layout)
+    overlapping = learning.overlapping("quasi-global-momentum", gossip)
+    rule = rule_of("quasi-global-momentum", "all-reduce", problem, 0.05, overlapping=overlapping)
+    train(rule, problem, 600)
+    assert problem.error < 1e-9
+
+
 @pytest.mark.parametrize("name", ["gradient-tracking", "k-gt", "momentum-tracking", "gt-nsgd"])
 def test_sums_over_the_workers_need_weights_that_conserve_them(name: str) -> None:
     """Columns of the rounds of `epidemic` do not sum to 1."""
