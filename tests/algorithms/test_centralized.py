@@ -450,7 +450,7 @@ def test_five_lines_in_a_loop(name: str) -> None:
     parameters, and the mean gradient counts in the end."""
     who, kind = processes(), DGCSGD if name in ("dgc", "ef-sgd of momentum") else torch.optim.SGD
     reference, loops = model(0), []
-    options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
+    options: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
     plain = torch.optim.SGD(reference.parameters(), **options)
     for make in LOOPS[name]:
         net = model(0 if name == "all-reduce" else who.rank)  # process 0's parameters count

@@ -286,7 +286,8 @@ def test_a_single_worker_has_no_largest_rate() -> None:
 )
 def test_corrected_sgd_is_exact(name: str, H: int, mu: float, beta: float, corrects: bool) -> None:
     """Uncorrected SGD is not."""
-    options = {"outer_rate": mu, "outer_momentum": beta, "gradient_correction": corrects}
+    options: dict[str, Any] = {"outer_rate": mu, "outer_momentum": beta}
+    options["gradient_correction"] = corrects
     rounds = 600 if mu * 20 * 0.02 > 0.3 else 1500
     error = run(name, "plain", rounds if corrects else 300, H, 0.2 / H, **options).error
     assert error < 1e-6 if corrects else error > 0.5

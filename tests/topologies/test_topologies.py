@@ -228,7 +228,7 @@ def test_neighbors() -> None:
     assert make("unidirectional-ring", 4).round(0).targets(0) == [(1, 0.5)]
     assert make("exponential", 8).round(0).sources(0) == [(4, 0.25), (6, 0.25), (7, 0.25)]
     assert make("exponential", 8).round(0).targets(0) == [(1, 0.25), (2, 0.25), (4, 0.25)]
-    torus = nx.Graph(make("torus", 8).edges.tolist())
+    torus: nx.Graph = nx.Graph(make("torus", 8).edges.tolist())
     assert nx.is_isomorphic(torus, nx.grid_2d_graph(2, 4, periodic=True))
     assert [j for j, _ in make("torus", 8).round(0).sources(0)] == [1, 3, 4]
     cube = make("hypercube", 16).edges.tolist()
