@@ -230,9 +230,7 @@ def test_lines_without_rows_are_left_out(tmp_path: Path) -> None:
     assert "accuracy" not in tables.summary(untagged)
 
 
-def test_phases_of_a_run_on_the_virtual_clock_are_fractions_of_real_seconds(
-    tmp_path: Path,
-) -> None:
+def test_phases_of_a_run_on_the_virtual_clock_are_fractions_of_real_seconds(tmp_path: Path) -> None:
     rows = write_run(tmp_path, epochs=1).assign(seconds=1e6)
     text = tables.summary(rows, time_is_virtual=True)
     assert "virtual time" in text

@@ -228,10 +228,7 @@ def test_files_are_verified_by_their_sums(tmp_path: Path, compress: bool, mark: 
         content = (tmp_path / name).read_bytes()
         # not what decides: images are any bytes, and gzip has no sum of its header's time
         (tmp_path / name).write_bytes(content[:4] + bytes([content[4] ^ 1]) + content[5:])
-        with pytest.raises(
-            ValueError,
-            match=rf"/{name} does not match SHA256SUMS",
-        ):
+        with pytest.raises(ValueError, match=rf"/{name} does not match SHA256SUMS"):
             make_fashion_mnist(data_dir=tmp_path)
         (tmp_path / name).write_bytes(content)
     (tmp_path / names[0]).write_bytes(b"")

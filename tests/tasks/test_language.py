@@ -402,11 +402,7 @@ def test_topics_are_assigned_by_their_names() -> None:
     assert share == pytest.approx(0.1, abs=5 * math.sqrt(0.09 / 2000))
     assert [
         name for name in ("assert", "class", "for", "types", "with") if texts.is_test_topic(name)
-    ] == [
-        "class",
-        "for",
-        "with",
-    ]
+    ] == ["class", "for", "with"]
 
 
 @pytest.mark.long

@@ -67,8 +67,7 @@ def test_models_of_imagenet_have_the_published_number_of_parameters(name: str, c
 
 
 @pytest.mark.parametrize(
-    ("name", "count"),
-    [("ResNet20", 269_722), ("ResNet110", 1_727_962), ("ResNet18", 11_000_138)],
+    ("name", "count"), [("ResNet20", 269_722), ("ResNet110", 1_727_962), ("ResNet18", 11_000_138)]
 )
 def test_zeros_for_new_channels_have_no_parameters(name: str, count: int) -> None:
     assert size(models.ARCHITECTURES[name]((3, 32, 32), 10, shortcut="zeros")) == count

@@ -49,10 +49,7 @@ def comparable(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("which", ["last", "best"])
 def test_the_rows_are_those_of_training_and_no_file_changes(
-    which: str,
-    finished: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    which: str, finished: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = files_below(finished)
     arguments = ["--output-dir", str(finished), "evaluate_only=true", f"checkpoint={which}"]

@@ -185,10 +185,7 @@ def test_tuning_may_leave_out_workers_and_test_data(tmp_path: Path) -> None:
     """The other rows, and the score, stay the same."""
     everything = trained(tmp_path / "everything", validation_ratio=RATIO)
     rows = trained(
-        tmp_path / "few",
-        validation_ratio=RATIO,
-        evaluate_workers=False,
-        evaluate_test_data=False,
+        tmp_path / "few", validation_ratio=RATIO, evaluate_workers=False, evaluate_test_data=False
     )
     expected = everything[~everything["split"].isin(["test", "test_avg", "valid"])]
     expected, rows = (
