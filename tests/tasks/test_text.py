@@ -281,23 +281,6 @@ def test_the_main_metric_is_bits_per_byte(texts: Path) -> None:
     assert tasks.main_metric(task, list(sums)) == tasks.MainMetric("bits_per_byte", False)
 
 
-def test_a_text_with_a_rule_is_learned_in_seconds(tmp_path: Path) -> None:
-    for i in range(40):
-        (tmp_path / f"{i}").write_text(
-            "abcdefghijklm"[i % 5 :] + "abcdefghijklm" * (2 + i % 7) + str(i)
-        )
-    task = make(tmp_path, length=16, n_workers=1, task_options={"hidden_size": 32})
-    model = task.model("GPT", seed=1)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    for epoch in range(5):
-        for step in range(task.steps_per_epoch):
-            optimizer.zero_grad()
-            task.loss(model, task.batch(0, epoch, step))[0].backward()
-            optimizer.step()
-    sums = task.evaluate(model)
-    assert sums["bits_per_byte"] / sums["count"] < 1
-
-
 def test_a_gpt_in_bf16_is_that_in_float32_to_rounding(texts: Path) -> None:
     model = make(texts).model("GPT", seed=1)
     inputs = torch.randint(256, (4, 9))
