@@ -1,15 +1,12 @@
 """Laws of the placement of shards on the graph."""
 
-import time
 from itertools import permutations
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from omegaconf import OmegaConf
 
-import train
 from powergossip import tasks, topologies
 from powergossip.network import Processes, processes
 from powergossip.tasks.placement import mixed
@@ -17,6 +14,7 @@ from powergossip.tasks.shards import Shards
 from powergossip.training.config_checks import checked
 from powergossip.training.trainer import Trainer
 from tests.harness.small_data import options
+from tests.harness.training import configured
 
 GRAPHS = ["ring", "star", "torus", "exponential", "epidemic", "binary-tree"]
 
@@ -101,58 +99,42 @@ def test_shards_are_permuted(split: dict[str, Any]) -> None:
 
 
 def test_shards_that_change_in_each_epoch_are_rejected() -> None:
-    with pytest.raises(ValueError, match=r"^decentralized_data_placement=mixed: use given"):
-        Shards(torch.arange(103) % 10, options(placement=mixing("ring", 4)))
-    with pytest.raises(ValueError, match=r"^decentralized_data_placement=mixed: use given"):
-        tasks.make("LSTM", n_workers=4, batch_size=4, seed=1, placement=mixing("ring", 4))
+    W = mixing("ring", 4)
+    for make in (
+        lambda: Shards(torch.arange(103) % 10, options(placement=W)),
+        lambda: tasks.make("LSTM", n_workers=4, batch_size=4, seed=1, placement=W),
+    ):
+        with pytest.raises(ValueError, match=r"^decentralized_data_placement=mixed: use given"):
+            make()
 
 
-def configured(**changes: Any) -> Any:
-    config = OmegaConf.structured(train.Config)
-    for key, value in {"n_workers": 8, "task_architecture": "MLP", **changes}.items():
-        config[key] = value
-    return config
+def facts(who: Processes, **changes: Any) -> list[list[int]]:
+    """The label counts [worker, label] among the facts of a run."""
+    given = {"n_workers": 8, "task_architecture": "MLP", "use_decentralized_data": True, **changes}
+    run = Trainer(checked(configured(**given), who), who)
+    return run.facts()["label_counts"]
 
 
 def test_the_key_reaches_the_shards_and_the_facts() -> None:
-    counts = []
-    for placement in ("given", "mixed"):
-        for topology in ("ring", "one-peer-exponential"):
-            config = configured(
-                use_decentralized_data=True,
-                optimizer="dpsgd",
-                topology=topology,
-                decentralized_data_placement=placement,
-            )
-            run = Trainer(checked(config, Processes()), Processes())
-            counts.append(np.array(run.facts()["label_counts"]))
-    given, _, on_ring, elsewhere = counts
-    assert sorted(given.tolist()) == sorted(on_ring.tolist()) == sorted(elsewhere.tolist())
+    given, on_ring, elsewhere = (
+        facts(Processes(), optimizer="dpsgd", topology=topology, decentralized_data_placement=place)
+        for place, topology in (
+            ("given", "ring"),
+            ("mixed", "ring"),
+            ("mixed", "one-peer-exponential"),
+        )
+    )
+    assert sorted(given) == sorted(on_ring) == sorted(elsewhere)
     W = mixing("ring", 8)
-    assert heterogeneity(on_ring, W).mean() < 0.8 * heterogeneity(given, W).mean()
-    assert on_ring.tolist() != elsewhere.tolist()
-
-
-@pytest.mark.long
-def test_a_thousand_workers_take_seconds() -> None:
-    counts = np.random.default_rng(0).multinomial(100, np.full(10, 0.1), 1024)
-    counts[:, 0] += np.arange(1024) // 8
-    start = time.process_time()
-    mixed(counts, mixing("torus", 1024))
-    assert time.process_time() - start < 20
+    before, after = (heterogeneity(np.array(counts), W).mean() for counts in (given, on_ring))
+    assert after < 0.8 * before
+    assert on_ring != elsewhere
 
 
 @pytest.mark.parallel([2])
 def test_all_processes_place_alike() -> None:
-    config = configured(
-        use_decentralized_data=True,
-        topology="double-binary-tree",
-        topology_options={"weights": "fastest"},
-        decentralized_data_placement="mixed",
-    )
+    given = {"topology": "double-binary-tree", "topology_options": {"weights": "fastest"}}
+    given["decentralized_data_placement"] = "mixed"
     both = processes()
-    run = Trainer(checked(config, both), both)
-    first, second = both.gather(run.facts()["label_counts"])
-    assert first == second
-    alone = Trainer(checked(config, Processes()), Processes())
-    assert alone.facts()["label_counts"] == first
+    first, second = both.gather(facts(both, **given))
+    assert first == second == facts(Processes(), **given)
