@@ -7,8 +7,10 @@ import shlex
 import shutil
 import signal
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -23,9 +25,10 @@ from powergossip.errors import BadInput, Interrupted
 from powergossip.network import Processes
 from powergossip.runs import checkpoints, metrics
 from powergossip.runs.checkpoints import Checkpoints
+from powergossip.tasks import models
 from powergossip.training import recorder
 from powergossip.training.ending import Agreement
-from tests.harness.checkpoints import assert_same, end_of
+from tests.harness.checkpoints import assert_same, end_of, entry_of
 from tests.harness.killed import run
 from tests.harness.launch import Completed, python
 
@@ -154,9 +157,7 @@ def test_a_run_that_is_stopped_within_an_epoch_resumes_to_the_bit(
         patch.setattr(Agreement, "after_step", ended)
         with pytest.raises(Interrupted, match=f"SIGUSR1 after step {stop} "):
             run(tmp_path / "stopped", changes)
-    found = Checkpoints(tmp_path / "stopped", Processes()).describe()
-    assert found is not None
-    assert found["step"] == stop
+    assert entry_of(tmp_path / "stopped")["step"] == stop
     run(tmp_path / "stopped", changes | {"resume": True})
     assert_equal_runs(tmp_path / "stopped", tmp_path / "whole")
 
@@ -174,9 +175,7 @@ def test_killed_while_a_checkpoint_is_written(
 ) -> None:
     """The one before is used, and the half one is removed."""
     killed(tmp_path, SMALL, "function", function)
-    found = Checkpoints(tmp_path, Processes()).describe()
-    assert found is not None
-    assert found["step"] < STEPS
+    assert entry_of(tmp_path)["step"] < STEPS
     run(tmp_path, SMALL | {"resume": True})
     assert_equal_runs(tmp_path, finished)
     kept = {path.name for path in (tmp_path / checkpoints.FOLDER).iterdir()}
@@ -189,16 +188,14 @@ def test_killed_while_a_checkpoint_is_written(
 def test_a_run_killed_before_its_first_checkpoint_begins_again(
     finished: Path, tmp_path: Path
 ) -> None:
-    killed(tmp_path, SMALL, "step", 2)
-    run(tmp_path, SMALL | {"resume": True})
-    assert rows_of(tmp_path) == rows_of(finished)
-
-
-def test_rows_of_another_run_without_checkpoints_are_kept(tmp_path: Path) -> None:
-    killed(tmp_path, SMALL | {"evaluation_interval": 1, "checkpoint_interval": 4}, "step", 12)
+    """Rows of another run without checkpoints are kept."""
+    changes = SMALL | {"evaluation_interval": 1, "checkpoint_interval": 4}
+    killed(tmp_path, changes, "step", 12)
     assert not (tmp_path / checkpoints.FOLDER).exists()
     assert rows_of(tmp_path)
     assert "topology=star" in rejected(tmp_path, topology="star")
+    run(tmp_path, SMALL | {"resume": True})
+    assert rows_of(tmp_path) == rows_of(finished)
 
 
 def test_a_folder_without_a_run_cannot_be_resumed(tmp_path: Path) -> None:
@@ -282,9 +279,7 @@ def test_a_run_ended_by_a_signal_resumes_in_another_layout(
     result = python(driver, *command(folder)[1:], processes=before)
     assert result.returncode == 128 + getattr(signal, name), result.stderr
     assert name in error_of(result)
-    stopped = Checkpoints(folder, Processes()).describe()
-    assert stopped is not None
-    assert 8 <= stopped["step"] < STEPS
+    assert 8 <= entry_of(folder)["step"] < STEPS
     words = shlex.split(error_of(result).partition("resume with: ")[2])
     launcher = ["mpirun", "-np", str(before), "python"]
     assert words[: len(launcher)] == launcher
@@ -315,28 +310,21 @@ def rejected(folder: Path, **changes: Any) -> str:
     return str(caught.value)
 
 
-def test_a_run_cannot_resume_with_another_configuration(finished: Path) -> None:
+def test_a_run_cannot_resume_with_another_configuration_or_model_or_without_them(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     text = rejected(finished, topology="star", learning_rate=0.3)
     for words in ("learning_rate=0.3", "0.02", "topology=star", "ring"):
         assert words in text
-
-
-def test_a_run_cannot_resume_with_another_model(
-    finished: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from powergossip.tasks import models
-
-    class Wider(models.MLP):
-        def __init__(self, shape: Any, n_labels: int, **options: Any) -> None:
-            super().__init__(shape, n_labels, hidden=130)
-
-    monkeypatch.setitem(models.ARCHITECTURES, "MLP", Wider)
-    text = rejected(finished)
+    wider = partial(models.MLP, hidden=130)
+    with monkeypatch.context() as patch:
+        patch.setitem(models.ARCHITECTURES, "MLP", lambda shape, n_labels: wider(shape, n_labels))
+        text = rejected(finished)
     assert "26122" in text
     assert "26790" in text
-
-
-def test_resume_needs_an_output_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(finished, tmp_path / "run")
+    (tmp_path / "run" / "config.yaml").unlink()
+    assert "config.yaml" in rejected(tmp_path / "run", task_architecture="CNN")
     monkeypatch.setattr(train, "config", OmegaConf.structured(train.Config))
     monkeypatch.setattr(train, "output_dir", None)
     train.config.resume = True
@@ -350,11 +338,11 @@ def test_the_configuration_of_a_resumed_run_repeats_the_run(tmp_path: Path) -> N
     run(tmp_path / "first", SMALL | {"num_epochs": 2, "resume": True, "allow_lost_rows": True})
     written: Any = OmegaConf.load(tmp_path / "first" / "config.yaml")
     assert not any(written[key] for key in ("resume", "allow_lost_rows", "overwrite"))
-    again = OmegaConf.to_container(written)
+    again: Any = OmegaConf.to_container(written)
     run(tmp_path / "again", {str(key): value for key, value in again.items()})
     rows = [metrics.load(tmp_path / name) for name in ("first", "again")]
-    accuracy, again = (r[(r["name"] == "accuracy") & (r["epoch"] == 2)] for r in rows)
-    assert accuracy["value"].tolist() == again["value"].tolist()
+    accuracy, repeated = (r[(r["name"] == "accuracy") & (r["epoch"] == 2)] for r in rows)
+    assert accuracy["value"].tolist() == repeated["value"].tolist()
 
 
 class _Forged:
@@ -448,21 +436,17 @@ def test_a_run_goes_back_to_its_best_checkpoint(tmp_path: Path) -> None:
     rows = metrics.load(back)
     mean = rows[(rows["name"] == "accuracy") & (rows["split"] == "test_avg")]
     row = mean.sort_values("value", kind="stable").iloc[-1]
-    kept = Checkpoints(back, Processes())
-    best, last = kept.describe("best"), kept.describe("last")
-    assert best is not None
-    assert last is not None
+    best, last = entry_of(back, "best"), entry_of(back)
     assert best["score"] == row["value"]
     assert best["step"] == 5 * row["epoch"] < last["step"] == STEPS
-    assert kept.load(range(2, 3), "best")["x"].shape[0] == 1
+    assert Checkpoints(back, Processes()).load(range(2, 3), "best")["x"].shape[0] == 1
 
     shutil.copytree(back, damaged)
     damage(damaged / "checkpoints" / best["folder"] / "part-0.pt", "flipped")
     run(damaged, changes | {"resume": True, "checkpoint": "best"})
-    others = Checkpoints(damaged, Processes())
-    assert others.describe("best") == others.describe("last") == last
+    assert entry_of(damaged, "best") == entry_of(damaged) == last
     killed(back, changes | {"resume": True, "checkpoint": "best"}, "step", best["step"])
-    assert kept.describe() == best
+    assert entry_of(back) == best
     assert OmegaConf.load(back / "config.yaml").checkpoint == "last"
     run(back, changes | {"resume": "auto"})
     assert_equal_runs(back, tmp_path / "whole")
@@ -486,12 +470,6 @@ def test_a_run_resumes_although_a_power_failure_has_emptied_files(
     assert OmegaConf.load(folder / "config.yaml") == OmegaConf.load(finished / "config.yaml")
 
 
-def test_a_run_cannot_resume_without_its_configuration(tmp_path: Path) -> None:
-    run(tmp_path, SMALL | {"num_epochs": 1})
-    (tmp_path / "config.yaml").unlink()
-    assert str(tmp_path / "config.yaml") in rejected(tmp_path, task_architecture="CNN")
-
-
 def test_a_run_cannot_resume_without_the_rows_before_its_checkpoint(tmp_path: Path) -> None:
     """Unless that is allowed, once: the next checkpoint is of the rows that are left."""
     run(tmp_path, SMALL | {"num_epochs": 2})
@@ -504,9 +482,7 @@ def test_a_run_cannot_resume_without_the_rows_before_its_checkpoint(tmp_path: Pa
     assert kept == left[: left.rfind(b"\n") + 1]
     run(tmp_path, SMALL | {"resume": True})
     assert [row["epoch"] for row in rows_of(tmp_path)][kept.count(b"\n") :][0] == 3
-    entry = Checkpoints(tmp_path, Processes()).describe()
-    assert entry is not None
-    assert entry["step"] == STEPS
+    assert entry_of(tmp_path)["step"] == STEPS
 
 
 LIMITED = """
@@ -533,9 +509,7 @@ def test_a_full_disk_keeps_the_checkpoint_before(finished: Path, tmp_path: Path)
     assert result.returncode == 2, result.stderr
     assert "part-0.pt" in error_of(result)
     assert "File too large" in error_of(result)
-    found = Checkpoints(tmp_path / "run", Processes()).describe()
-    assert found is not None
-    assert found["step"] == 10
+    assert entry_of(tmp_path / "run")["step"] == 10
     run(tmp_path / "run", SMALL | {"resume": True})
     assert rows_of(tmp_path / "run") == rows_of(finished)
 
@@ -571,38 +545,20 @@ def test_a_full_disk_keeps_the_rows_before(tmp_path: Path) -> None:
 def test_a_first_checkpoint_that_is_interrupted_does_not_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept = Checkpoints(tmp_path, network.Processes())
+    """Facts are those of the time when all parts are written. A part has the rows of its workers
+    alone, although torch.save writes the whole storage of a tensor."""
+    kept, row = Checkpoints(tmp_path, network.Processes()), torch.zeros(1000, 1000)[:1]
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoints, "sync_folder", raise_interrupt)
+        patch.setattr(checkpoints, "sync_folder", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
-            kept.save(1, range(2), {"rows": torch.zeros(2)}, {})
+            kept.save(1, range(1), {"x": row}, {})
     assert kept.describe() is None
-    kept.save(2, range(2), {"rows": torch.zeros(2)}, {})
+    kept.save(2, range(1), {"x": row}, lambda: {"parts": len(list(tmp_path.rglob("part-*.pt")))})
     names = {path.name for path in (tmp_path / checkpoints.FOLDER).iterdir()}
     assert names == {"index.json", "step-000002"}
-
-
-def raise_interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
-
-
-def test_a_part_has_the_rows_of_its_workers_only(tmp_path: Path) -> None:
-    """torch.save writes the whole storage of a tensor."""
-    row = torch.zeros(1000, 1000)[:1]
-    Checkpoints(tmp_path, network.Processes()).save(1, range(1), {"x": row}, {})
+    assert entry_of(tmp_path)["facts"] == {"parts": 1}
     (part,) = tmp_path.rglob("part-0.pt")
     assert part.stat().st_size < 2 * 4 * row.numel()
-
-
-def test_facts_are_those_of_the_time_when_all_parts_are_written(tmp_path: Path) -> None:
-    def facts() -> dict[str, Any]:
-        return {"parts": len(list(tmp_path.rglob("part-*.pt")))}
-
-    kept = Checkpoints(tmp_path, network.Processes())
-    kept.save(1, range(2), {"rows": torch.zeros(2)}, facts)
-    entry = kept.describe()
-    assert entry is not None
-    assert entry["facts"] == {"parts": 1}
 
 
 @pytest.mark.parallel(nprocs=[1, 2, 4])
@@ -620,9 +576,7 @@ def test_workers_find_their_rows_in_any_layout(tmp_path: Path) -> None:
     assert kept.describe() is None
     kept.save(1, workers, state, {"fact": 1}, score=2.0)
     kept.save(2, workers, state, {"fact": 2}, score=1.0)
-    best, last = kept.describe("best"), kept.describe()
-    assert best is not None
-    assert last is not None
+    best, last = entry_of(shared, "best"), entry_of(shared)
     assert (best["step"], best["facts"], best["score"]) == (1, {"fact": 1}, 2.0)
     assert (last["step"], last["facts"], last["score"]) == (2, {"fact": 2}, 1.0)
     for wanted in (range(8), range(3, 5), workers):

@@ -136,17 +136,20 @@ def test_arguments_of_a_run_are_not_those_of_the_next(
     assert len(seen) == 3
 
 
-def test_the_output_folder_is_returned() -> None:
-    def folder_of(*arguments: str) -> str | None:
-        config = OmegaConf.structured(train.Config)
-        return configuration.read_command_line(config, arguments, "").output_dir
-
-    assert folder_of() is None
-    assert folder_of("seed=3", "--output-dir", "some/where", "num_epochs=1") == "some/where"
-    assert folder_of("--output-dir=some/where") == "some/where"
-    assert folder_of("--output-dir", "some/where/", "--suffix", ".e500") == "some/where.e500"
-    assert folder_of("--suffix=-2", "--output-dir", "some/where") == "some/where-2"
-    assert folder_of("--suffix", "", "seed=3") is None
+@pytest.mark.parametrize(
+    ("arguments", "folder"),
+    [
+        ([], None),
+        (["seed=3", "--output-dir", "some/where", "num_epochs=1"], "some/where"),
+        (["--output-dir=some/where"], "some/where"),
+        (["--output-dir", "some/where/", "--suffix", ".e500"], "some/where.e500"),
+        (["--suffix=-2", "--output-dir", "some/where"], "some/where-2"),
+        (["--suffix", "", "seed=3"], None),
+    ],
+)
+def test_the_output_folder_is_returned(arguments: list[str], folder: str | None) -> None:
+    config = OmegaConf.structured(train.Config)
+    assert configuration.read_command_line(config, arguments, "").output_dir == folder
 
 
 def test_a_suffix_is_appended_to_a_dated_folder(
@@ -174,16 +177,13 @@ def test_a_mapping_in_place_of_the_configuration_has_its_keys(
         raise ValueError(f"n_workers is {config['n_workers']}")
 
     monkeypatch.setattr(recorder if program is train else output, "Output", stop)
+    unknown = OmegaConf.create({"n_workers": "${foo}"})
     for mapping, words in (
         ({"n_workers": 3}, "n_workers is 3"),
-        (OmegaConf.create({"n_workers": 3}), "n_workers is 3"),
         ({"n_workers": "three"}, "n_workers=three"),
         ({"n_workrs": 3}, "n_workers"),
         (OmegaConf.create({"n_workers": "${seed}", "seed": 5}), "n_workers is 5"),
-        (
-            OmegaConf.create({"n_workers": "${foo}"}),
-            "Interpolation key 'foo' not found, key: n_workers$",
-        ),
+        (unknown, "Interpolation key 'foo' not found, key: n_workers$"),
         (OmegaConf.create({"n_workers": "???"}), "n_workers"),
         ([], "config="),
     ):
@@ -233,12 +233,9 @@ def test_values_of_a_saved_configuration_are_not_explicit(tmp_path: Path) -> Non
 
 
 def test_a_key_of_a_saved_file_is_a_text(tmp_path: Path) -> None:
-    yaml_file(tmp_path, "seed: 3\n3: 4\n", "config.yaml")
+    file = yaml_file(tmp_path, "seed: 3\n3: 4\n", "config.yaml")
     (tmp_path / "metrics.jsonl").touch()
-    for arguments in (
-        ["--config", str(tmp_path / "config.yaml")],
-        ["resume=true", "--output-dir", str(tmp_path)],
-    ):
+    for arguments in (["--config", file], ["resume=true", "--output-dir", tmp_path]):
         with pytest.raises(BadInput, match='key "3" is unknown'):
             config_after(*arguments)
 

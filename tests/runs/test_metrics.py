@@ -138,8 +138,8 @@ def test_an_incomplete_last_line_is_left_out(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path / FILE)
     for k in range(3):
         log.write("loss", values(k), {})
-    log.close()
     size = log.offset
+    log.close()
     for cut in (1, 5, 40):
         os.truncate(tmp_path / FILE, size - cut)
         with warnings.catch_warnings():

@@ -21,6 +21,7 @@ from powergossip.runs.files import FIGURE
 from powergossip.runs.metrics import FILE
 from powergossip.runs.output import COMPLETE, ENDING, Output
 from powergossip.training import recorder
+from tests.harness.checkpoints import entry_of
 from tests.harness.helpers import files_below
 
 
@@ -191,19 +192,14 @@ def test_checkpoints_have_folders_of_their_own_and_the_first_of_equal_scores_is_
     kept, folders = Checkpoints(tmp_path, Processes()), set()
     for value, (step, score) in enumerate([(0, 0.1), (1, 0.5), (2, 0.5), (3, 0.3), (3, 0.2)]):
         kept.save(step, range(1), {"x": torch.full((1, 1), float(value))}, {}, score)
-        last = kept.describe()
-        assert last is not None
-        folders.add(last["folder"])
-    best = kept.describe("best")
-    assert best is not None
+        folders.add(entry_of(tmp_path)["folder"])
+    best, last = entry_of(tmp_path, "best"), entry_of(tmp_path)
     assert (best["step"], kept.load(range(1), "best")["x"].item()) == (1, 1.0)
     assert (last["step"], kept.load(range(1))["x"].item()) == (3, 4.0)
     assert len(folders) == 5
     shutil.rmtree(tmp_path / "checkpoints")
     kept.save(4, range(1), {"x": torch.zeros(1)}, {})
-    last = kept.describe()
-    assert last is not None
-    assert last["step"] == 4
+    assert entry_of(tmp_path)["step"] == 4
 
 
 @pytest.mark.long
@@ -237,9 +233,7 @@ def test_a_disk_that_is_full_at_last_is_a_sentence_with_the_path(
         if call != "pathlib.Path.rename":
             with pytest.raises(CannotWrite, match=f"{tmp_path}.*No space left on device"):
                 output.add_info({})
-    entry = kept.describe()
-    assert entry is not None
-    assert entry["step"] == 1
+    assert entry_of(tmp_path)["step"] == 1
 
 
 @pytest.mark.parametrize("ending", [None, COMPLETE, "Interrupted"])

@@ -111,15 +111,6 @@ def test_streams_are_padded_so_that_no_word_is_left_out() -> None:
     assert numbered_task(102, n_workers=2, batch_size=4).batch(1, 0, 2)[0].shape == (4, 1)
 
 
-def test_batches_do_not_depend_on_epoch_or_on_what_was_asked_before() -> None:
-    task = small_task()
-    first = task.batch(1, 0, 2)
-    task.batch(2, 3, 1)
-    for again in (task.batch(1, 0, 2), task.batch(1, 5, 2), small_task(seed=2).batch(1, 0, 2)):
-        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-    assert not torch.equal(first[0], task.batch(2, 0, 2)[0])
-
-
 def test_sizes_that_do_not_fit_are_rejected_in_sequences() -> None:
     """72 words for each of two workers: 12 sequences of 5 words with one after each."""
     assert numbered_task(144, n_workers=2, batch_size=12).steps_per_epoch == 1
@@ -154,57 +145,29 @@ def test_whatever_is_accepted_has_a_step(n_workers: int) -> None:
 # What is carried.
 
 
-def train(task: LanguageModeling, model: nn.Module, steps: range) -> list[float]:
-    """Steps of gradient descent for worker 1; the losses. Gradients reach back to the start of a
-    sequence only: a graph that is gone would fail."""
-    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.5), []
-    for step in steps:
-        torch.manual_seed(step)  # of the dropout, as train.py does
-        optimizer.zero_grad()
-        loss, _ = task.loss(model, task.batch(1, 0, step))
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
-def test_without_what_is_carried_an_lstm_would_not_continue() -> None:
-    task = small_task()
-    model = model_of(task, "LSTM")
+def test_a_state_is_carried_within_an_epoch() -> None:
+    """It is one model's own, no part of its parameters, and has no graph."""
+    task = small_task(dropout=0.0)
+    model, other = model_of(task, "LSTM"), model_of(task, "LSTM")
     assert task.carried(model) == {}
-    train(task, model, range(5))
-    carried = task.carried(model)
-    assert {name: value.shape for name, value in carried.items()} == {
+    losses = [task.loss(model, task.batch(1, epoch, 0))[0].item() for epoch in (0, 1)]
+    assert losses[0] == losses[1], "forgotten where an epoch begins"
+    kept = task.carried(model)
+    assert {name: value.shape for name, value in kept.items()} == {
         "hidden": (2, 4, 8),
         "cell": (2, 4, 8),
     }
-    assert not any(value.requires_grad for value in carried.values())
-    fresh = copy.deepcopy(model)
-    task.carry(fresh, {})
-    assert train(task, fresh, range(5, 6)) != train(task, model, range(5, 6))
-
-
-def test_the_state_is_forgotten_where_an_epoch_begins() -> None:
-    task = small_task(dropout=0.0)
-    model = model_of(task, "LSTM")
-    fresh_loss, _ = task.loss(model, task.batch(1, 0, 0))
-    task.loss(model, task.batch(1, 0, 1))
-    again, _ = task.loss(model, task.batch(1, 1, 0))
-    assert again.item() == fresh_loss.item()
-
-
-def test_a_state_is_one_models_own_and_no_part_of_its_parameters() -> None:
-    task = small_task()
-    one, other = model_of(task, "LSTM"), model_of(task, "LSTM")
-    task.loss(one, task.batch(0, 0, 0))
-    assert task.carried(other) == {}
-    assert not list(one.buffers())
-    assert set(one.state_dict()) == set(other.state_dict())
-    before = copy.deepcopy(task.carried(one))
-    kept = task.carried(one)
-    task.loss(one, task.batch(0, 0, 1))
+    before = copy.deepcopy(kept)
+    second, fresh = (task.loss(m, task.batch(1, 0, 1))[0] for m in (model, other))
+    assert second.item() != fresh.item(), "without it, a run would not continue"
+    for loss in (second, fresh):
+        loss.backward()  # to the start of the sequence only, or it would fail
+    assert task.carried(other).keys() == kept.keys()
+    assert not any(value.requires_grad for value in task.carried(model).values())
     assert all(torch.equal(kept[name], before[name]) for name in before)
-    assert not torch.equal(task.carried(one)["hidden"], before["hidden"])
+    assert not torch.equal(task.carried(model)["hidden"], before["hidden"])
+    assert not list(model.buffers())
+    assert set(model.state_dict()) == set(task.model("LSTM", 2).state_dict())
 
 
 # Loss and evaluation.
@@ -234,7 +197,7 @@ def test_parts_of_an_evaluation_add_up(n_parts: int, n_test: int) -> None:
     for architecture in ARCHITECTURES:
         model = model_of(task, architecture)
         sizes: list[int] = []
-        model.register_forward_pre_hook(lambda _, inputs, sizes=sizes: sizes.append(len(inputs[0])))  # type: ignore[misc]
+        model.register_forward_pre_hook(lambda _, inputs, sizes=sizes: sizes.append(len(inputs[0])))
         whole = task.evaluate(model)
         assert whole["count"] == n_test - 1
         parts = [task.evaluate(model, "test", (i, n_parts)) for i in range(n_parts)]
@@ -268,7 +231,11 @@ def test_a_vocabulary_is_of_the_words_seen_often_enough_in_training() -> None:
     assert padded.padding == 2
 
 
-def test_tokens_of_plain_text() -> None:
+def test_tokens_of_plain_text_and_lines_of_words() -> None:
+    """A line of words ends also where it is blank."""
+    assert texts.split_lines(" a  b \n \nc d\n") == ["a", "b", "<eos>", "<eos>", "c", "d", "<eos>"]
+    assert texts.split_lines("a\n") == texts.split_lines("a") == ["a", "<eos>"]
+    assert texts.split_lines("") == []
     text = 'The "for_each" loop (x1 = 2.50)...\n\n  \n>>> Ça va?\n'
     assert texts.tokens(text) == [
         *("the", '"', "for_each", '"', "loop", "(", "x", "1", "=", "2", ".", "50", ")", "..."),
@@ -278,20 +245,26 @@ def test_tokens_of_plain_text() -> None:
     ]
 
 
-def test_lines_of_words_end_also_where_they_are_blank() -> None:
-    assert texts.split_lines(" a  b \n \nc d\n") == ["a", "b", "<eos>", "<eos>", "c", "d", "<eos>"]
-    assert texts.split_lines("a\n") == texts.split_lines("a") == ["a", "<eos>"]
-    assert texts.split_lines("") == []
-
-
 # Topics.
+
+
+SPLITS: list[dict[str, Any]] = [{"decentralized": True}, {"reshuffle": False}, {"seed": 2}]
 
 
 def test_topics_load_alike() -> None:
     arguments: Any = {"n_workers": 4, "batch_size": 8, "seed": 1}
     task, again = (tasks.make("LSTM", **arguments) for _ in range(2))
-    first, second = (loaded.batch(0, 0, 0) for loaded in (task, again))
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    first = task.batch(0, 0, 0)
+    for batch in (
+        again.batch(0, 3, 0),  # in any epoch, and with every partition
+        *(
+            language.task(options(n_workers=4, batch_size=8, **split)).batch(0, 0, 0)
+            for split in SPLITS
+        ),
+    ):
+        assert all(torch.equal(a, b) for a, b in zip(first, batch, strict=True))
+    with pytest.raises(ValueError, match=r"^decentralized_data_shuffled_ratio=0.1: use 0; "):
+        language.task(options(decentralized=True, shuffled_ratio=0.1))
     assert first[0].shape == (8, 30)
     assert task.label_counts() is None
 
@@ -345,25 +318,17 @@ def make(folder: Path | None, dataset: str, **changes: Any) -> tasks.Task:
 
 
 @pytest.mark.parametrize(
-    ("dataset", "contents", "inside", "n_train", "n_test", "n_words"),
+    ("dataset", "inside"),
     [
-        ("wikitext2", WIKI, "", 17, 5, 10),
-        ("wikitext2", WIKI, "wikitext-2", 17, 5, 10),
-        ("wikitext2", WIKI, "LSTM/wikitext-2", 17, 5, 10),
-        ("ptb", PTB, "", 8, 7, 6),
-        ("ptb", PTB, "LSTM", 8, 7, 6),
+        *(("wikitext2", folder) for folder in ("", "wikitext-2", "LSTM/wikitext-2")),
+        *(("ptb", folder) for folder in ("", "LSTM")),
     ],
 )
-def test_files_of_words_are_read(
-    tmp_path: Path,
-    dataset: str,
-    contents: dict[str, str],
-    inside: str,
-    n_train: int,
-    n_test: int,
-    n_words: int,
-) -> None:
+def test_files_of_words_are_read(tmp_path: Path, dataset: str, inside: str) -> None:
     """Words as they are, all of the training text's in the vocabulary."""
+    contents, n_train, n_test, n_words = {"wikitext2": (WIKI, 17, 5, 10), "ptb": (PTB, 8, 7, 6)}[
+        dataset
+    ]
     write_files(tmp_path / inside, contents)
     task = make(tmp_path, dataset)
     for architecture in ARCHITECTURES:
@@ -386,6 +351,8 @@ def test_the_text_of_the_test_rows_is_chosen(tmp_path: Path) -> None:
     plain = words(tmp_path, "wikitext2")
     assert set(plain) == {"train", "test"}
     assert plain["test"] == test
+    lower = words(tmp_path, "wikitext2", lower=True)
+    assert {split: [word.lower() for word in plain[split]] for split in plain} == lower
     published = words(tmp_path, "wikitext2", evaluation="validation")
     assert set(published) == {"train", "test"}
     assert published["test"] == ["<eos>", *valid]
@@ -406,41 +373,28 @@ def test_the_text_of_the_test_rows_is_chosen(tmp_path: Path) -> None:
             words(tmp_path, "wikitext2", **used)
 
 
-def test_words_become_lower_case(tmp_path: Path) -> None:
-    write_files(tmp_path, WIKI)
-    lower = words(tmp_path, "wikitext2", lower=True, evaluation="validation")
-    assert lower["test"] == ["<eos>", "the", "cat", "can't", ".", "<eos>"]
-    assert "<unk>" in lower["train"]
-    plain = words(tmp_path, "wikitext2", evaluation="validation")
-    assert {split: [w.lower() for w in plain[split]] for split in plain} == lower
-
-
 @pytest.fixture(params=["stand-in", "installed"])
 def spacy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """spaCy, or a stand-in that knows what the texts of these tests contain."""
     if request.param == "installed":
         pytest.importorskip("spacy")
         return
+    special: list[str] = []
 
-    class Tokenizer:
-        def __init__(self) -> None:
-            self.special: list[str] = []
+    def tokenizer(line: str) -> list[types.SimpleNamespace]:
+        assert not line.endswith("\n")
+        pattern = "|".join(map(re.escape, special)) + r"|^ |n't|ca(?=n't)|\w+|[^\w\s]"
+        return [types.SimpleNamespace(text=word) for word in re.findall(pattern, line)]
 
-        def add_special_case(self, word: str, tokens: list[dict[str, str]]) -> None:
-            assert tokens == [{"ORTH": word}]
-            self.special.append(word)
+    def add_special_case(word: str, tokens: list[dict[str, str]]) -> None:
+        assert tokens == [{"ORTH": word}]
+        special.append(word)
 
-        def __call__(self, line: str) -> list[types.SimpleNamespace]:
-            assert not line.endswith("\n")
-            pattern = "|".join(map(re.escape, self.special)) + r"|^ |can|n't|ca(?=n't)|\w+|[^\w\s]"
-            line = re.sub(r"can't", "ca n't", line)
-            found = re.findall(pattern.replace("can|", ""), line)
-            return [types.SimpleNamespace(text=word) for word in found]
-
-    stand_in, symbols = types.ModuleType("spacy"), types.ModuleType("spacy.symbols")
-    english = {"en": types.SimpleNamespace(tokenizer=Tokenizer())}
-    stand_in.blank = english.__getitem__  # type: ignore[attr-defined]
-    symbols.ORTH = "ORTH"  # type: ignore[attr-defined]
+    tokenizer.add_special_case = add_special_case  # type: ignore[attr-defined]
+    stand_in: Any = types.ModuleType("spacy")
+    stand_in.blank = lambda language: types.SimpleNamespace(tokenizer=tokenizer)
+    symbols: Any = types.ModuleType("spacy.symbols")
+    symbols.ORTH = "ORTH"
     monkeypatch.setitem(sys.modules, "spacy", stand_in)
     monkeypatch.setitem(sys.modules, "spacy.symbols", symbols)
 
@@ -462,15 +416,6 @@ def test_words_of_spacy_are_those_of_the_published_program(tmp_path: Path) -> No
     assert next(model.parameters()).shape[0] == len({*found["train"], "<unk>", "<pad>"})
 
 
-def test_without_spacy_its_tokenizer_is_rejected(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_files(tmp_path, WIKI)
-    monkeypatch.setitem(sys.modules, "spacy", None)
-    with pytest.raises(ValueError, match=r"^task_options.tokenizer=spacy needs spaCy, .* blanks$"):
-        make(tmp_path, "wikitext2", tokenizer="spacy")
-
-
 def test_keys_without_effect_on_text_give_a_warning_unless_they_are_given() -> None:
     def settings(*explicit: str, **changes: Any) -> Any:
         config = OmegaConf.merge(OmegaConf.structured(entry.Config), {"task": "LSTM"}, changes)
@@ -484,8 +429,14 @@ def test_keys_without_effect_on_text_give_a_warning_unless_they_are_given() -> N
     settings(reshuffle_data=True)  # its default
 
 
-def test_damaged_texts_are_rejected_by_name(tmp_path: Path) -> None:
+def test_damaged_texts_and_a_missing_library_are_rejected_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_files(tmp_path, WIKI)
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "spacy", None)
+        with pytest.raises(ValueError, match=r"^task_options.tokenizer=spacy needs .* blanks$"):
+            make(tmp_path, "wikitext2", tokenizer="spacy")
     test = tmp_path / "wiki.test.tokens"
     for content, words in (
         (b"caf\xe9 \n", "wiki.test.tokens is damaged, or no text in UTF-8"),
@@ -530,13 +481,3 @@ def test_options_set_the_sizes_of_models() -> None:
     assert names["positions.weight"] == (7, 12)
     assert names["blocks.4.attended.weight"] == (12, 12)
     assert "blocks.5.attended.weight" not in names
-
-
-def test_pieces_of_a_text_are_the_same_with_every_partition() -> None:
-    with pytest.raises(ValueError, match=r"^decentralized_data_shuffled_ratio=0.1: use 0; "):
-        language.task(options(decentralized=True, shuffled_ratio=0.1))
-    pieces = [
-        language.task(options(**split)).batch(1, 0, 0)[0]
-        for split in ({}, {"decentralized": True}, {"reshuffle": False})
-    ]
-    assert all(torch.equal(piece, pieces[0]) for piece in pieces)

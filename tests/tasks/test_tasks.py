@@ -97,25 +97,16 @@ def test_top5_accuracy_counts_labels_among_the_five_highest_scores() -> None:
 
 
 def test_constants_of_the_normalization_are_task_options() -> None:
-    given = {"pixel_mean": [0.5], "pixel_deviation": [0.25]}
-    images, labels = small_task(task_options=given).batch(0, 0, 0)
-    expected = (numbers_of(labels, images * 0.25 + 0.5) / 255 - 0.5) / 0.25
-    torch.testing.assert_close(images[:, 0, 0, 0], expected)
-    both = small_task(task_options={"pixel_mean": [0.0]}).batch(0, 0, 0)[0]
-    byte = torch.arange(N_SAMPLES, dtype=torch.float64)
-    torch.testing.assert_close(
-        both[:, 0, 0, 0].double() * byte.std(correction=0),
-        numbers_of(labels, both * byte.std(correction=0) / 255).double(),
-        atol=1e-3,
-        rtol=0,
-    )
-
-
-def numbers_of(labels: Tensor, unit: Tensor) -> Tensor:
-    """The numbers of images with pixels in 0 … 1, whose last digits are the labels."""
-    found = (255 * unit[:, 0, 0, 0]).round()
-    assert torch.equal(found.long() % 10, labels)
-    return found
+    """What is not given is that of the training data."""
+    number = torch.arange(N_SAMPLES, dtype=torch.float64)
+    for given, mean, deviation in (
+        ({"pixel_mean": [0.5], "pixel_deviation": [0.25]}, 0.5, 0.25),
+        ({"pixel_mean": [0.0]}, 0.0, number.std(correction=0).item() / 255),
+    ):
+        images, labels = small_task(task_options=given).batch(0, 0, 0)
+        found = 255 * (images[:, 0, 0, 0] * deviation + mean)
+        torch.testing.assert_close(found, found.round(), atol=1e-3, rtol=0)
+        assert torch.equal(found.round().long() % 10, labels)
 
 
 # Every task of the registry, on few data.
@@ -333,16 +324,13 @@ def test_labels_are_counted_and_metrics_derived(any_task: tasks.Task, name: str)
 
 
 def test_unknown_options_are_rejected_with_the_choices(name: str, data: Path) -> None:
-    known = (
-        "dataset, sequence_length, min_count"
-        if name == "LSTM"
-        else "dataset, tokenizer, sequence_length, "
-        if name == "Text"
-        else "normalization, initialization, "
-    )
-    with pytest.raises(
-        ValueError, match=f'task "{name}" has no option "depth", "width"; choose from {known}'
-    ):
+    of_language = {
+        "LSTM": "dataset, sequence_length, min_count",
+        "Text": "dataset, tokenizer, sequence_length, ",
+    }
+    known = of_language.get(name, "normalization, initialization, ")
+    words = f'task "{name}" has no option "depth", "width"; choose from {known}'
+    with pytest.raises(ValueError, match=words):
         make(name, data, task_options={"width": 3, "depth": 4})
 
 

@@ -21,7 +21,7 @@ from powergossip.training import resizing
 from powergossip.training.config_checks import checked
 from powergossip.training.ending import Agreement
 from powergossip.training.trainer import Trainer
-from tests.harness.checkpoints import assert_same, end_of
+from tests.harness.checkpoints import assert_same, end_of, entry_of
 from tests.harness.helpers import with_one_each
 from tests.harness.killed import run
 from tests.harness.training import reproducible
@@ -218,17 +218,17 @@ def test_a_run_trains_on_with_2_and_then_6_workers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     changes = SMALL | {"batch_size": 32, "checkpoint_interval": 4}
-    run(tmp_path, changes | {"num_epochs": 8})
+    run(tmp_path, changes | {"num_epochs": 4})
     shown = {"log_verbosity": 1, "resume": True}
-    run(tmp_path, changes | shown | {"num_epochs": 12, "n_workers": 2, "topology": "chain"})
+    run(tmp_path, changes | shown | {"num_epochs": 8, "n_workers": 2, "topology": "chain"})
     assert resizing.sentence(4, 2) in capsys.readouterr().out
-    run(tmp_path, changes | {"num_epochs": 20, "n_workers": 6, "resume": "auto"})
+    run(tmp_path, changes | {"num_epochs": 12, "n_workers": 6, "resume": "auto"})
     rows = metrics.load(tmp_path)
     of_mean = rows[(rows["name"] == "accuracy") & (rows["split"] == "test_avg")]
-    assert of_mean["epoch"].tolist() == list(range(1, 21))
-    assert of_mean["value"].iloc[-1] > 0.94
+    assert of_mean["epoch"].tolist() == list(range(1, 13))
+    assert of_mean["value"].iloc[-1] > 0.92
     workers = rows[rows["name"] == "workers"]
-    assert workers[["value", "epoch"]].to_numpy().tolist() == [[2, 8], [6, 12]]
+    assert workers[["value", "epoch"]].to_numpy().tolist() == [[2, 4], [6, 8]]
     assert rows["bits"].is_monotonic_increasing
     assert rows["seconds"].is_monotonic_increasing
     assert OmegaConf.load(tmp_path / "config.yaml")["n_workers"] == 6  # type: ignore[index]
@@ -297,9 +297,8 @@ def test_the_state_does_not_depend_on_the_layout(optimizer: str, m: int, tmp_pat
     mine = shared / f"one-{who.rank}"
     alone = Processes()
     written = Checkpoints(shared / "two", alone)
-    entry = written.describe()
-    assert entry is not None
-    Checkpoints(mine, alone).save(1, range(4), written.load(range(4)), entry["facts"])
+    facts = entry_of(shared / "two")["facts"]
+    Checkpoints(mine, alone).save(1, range(4), written.load(range(4)), facts)
     whole, other = (
         run.state_dict(run.position)
         for run in (

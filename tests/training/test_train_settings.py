@@ -136,17 +136,24 @@ def test_a_key_that_changes_time_only_arrives(key: str) -> None:
     assert c.method.options[ALIASES.get(optimizer, {}).get(name, name)] == value
 
 
-def test_a_rank_with_which_nothing_is_compressed_gives_a_warning() -> None:
-    with pytest.warns(UserWarning, match=r"^optimizer_rank=129: use 128 or less"):
-        after_steps(1, optimizer_rank=129)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        after_steps(1, optimizer_rank=128)
-
-
-def test_a_run_without_an_exchange_gives_a_warning() -> None:
-    with pytest.warns(UserWarning, match=r"^local_steps=9999: use at most the .* nothing"):
-        after_steps(1, local_steps=9999, optimizer="dpsgd")
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"optimizer_rank": 129}, "^optimizer_rank=129: use 128 or less"),
+        ({"optimizer_rank": 128}, None),
+        (
+            {"optimizer": "dpsgd", "local_steps": 9999},
+            "^local_steps=9999: use at most the .* nothing",
+        ),
+    ],
+)
+def test_nothing_to_compress_or_to_exchange_gives_a_warning(
+    changes: dict[str, Any], words: str | None
+) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        after_steps(1, **changes)
+    assert [bool(re.search(words or "", str(w.message))) for w in caught] == [True] * bool(words)
 
 
 @pytest.mark.parametrize(("rate", "wrecked"), [(1.0, False), (2.0, True)])
@@ -194,6 +201,8 @@ def test_a_driver_may_loop_over_methods_with_one_warning() -> None:
         found = checked(config, ALONE)
     assert len(caught) == 1
     assert list(found.options) == ["diffusion_rate"]
+    explicit = ["optimizer", "optimizer_theta", "optimizer_rank"]  # null for another method
+    assert checked(configured(optimizer="moniqua", optimizer_theta=0.5), ALONE, explicit)
 
 
 @pytest.mark.parametrize("optimizer", [*AVERAGING, *AGGREGATIONS])
@@ -250,9 +259,7 @@ def test_options_of_a_row_of_a_script_are_those_that_it_has(
 
 def test_an_error_names_keys_that_exist_only(monkeypatch: pytest.MonkeyPatch) -> None:
     class Mine:
-        def __init__(
-            self, network: Any, layout: Any, *, beta: float = 0.2, theta: float = 1
-        ) -> None: ...
+        def __init__(self, network: Any, layout: Any, *, beta: float = 0.2, theta: float = 1): ...
 
     monkeypatch.setitem(AVERAGING, "mine", Mine)
     own = r"optimizer_rank=2: .* \(its options: beta by functools.partial, optimizer_theta\)"

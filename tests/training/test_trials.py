@@ -442,7 +442,7 @@ def test_options_of_a_learning_rule_of_a_script_have_types(
             pull=0.5,
             sign: bool = False,
             kind: str = "",
-            several: float | str = 1.0,  # type: ignore[no-untyped-def]
+            several: float | str = 1.0,
         ) -> None: ...
 
     monkeypatch.setitem(LEARNING, "mine", Mine)
@@ -463,11 +463,13 @@ def test_a_learning_rule_of_a_script_has_any_local_optimizer_and_many_local_step
 
 @pytest.mark.parametrize("name", [*AVERAGING, *AGGREGATIONS, *LEARNING])
 def test_methods_of_the_library_pass(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    keys, topology = {"optimizer": name}, "ring"
+    keys: dict[str, Any] = {"optimizer": name}
+    topology = "ring"
     if name in LEARNING:
         optimizer = "dpsgd" if Kind.ANTISYMMETRIC in LEARNING[name].kinds else "choco"
         steps = 4 if "local_steps" in learning.options(name) else 1
-        keys, topology = {"optimizer": optimizer, "learning": name, "local_steps": steps}, "chain"
+        keys = {"optimizer": optimizer, "learning": name, "local_steps": steps}
+        topology = "chain"
     c = settings(topology=topology, **keys)
     monkeypatch.setattr(options, "is_of_library", lambda row: False)
     check_method(c, Network(make(topology, 4), ALONE))

@@ -15,18 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from powergossip import kernels, tasks
-from powergossip.network import Processes, processes
 from powergossip.runs import figures, metrics, tables
 from powergossip.tasks import language
 from powergossip.tasks.images import ImageClassification, LabeledImages
 from powergossip.tasks.shards import held_out
-from powergossip.training.config_checks import checked
-from powergossip.training.measurements import Hooks
-from powergossip.training.trainer import Trainer
 from tests.harness import small_data
 from tests.harness.killed import run
-from tests.harness.training import configured, value
 from tests.harness.training import trained as short_run
+from tests.harness.training import value
 
 RATIO = 0.2
 TINY: dict[str, Any] = {"task_architecture": "MLP", "n_workers": 4, "log_verbosity": 0}
@@ -230,30 +226,3 @@ def test_the_summary_and_the_figure_have_the_validation_accuracy(tmp_path: Path)
     assert "validation" not in tables.summary(without)
     figures.figure(without, tmp_path / "figure.svg")
     assert "validation" not in (tmp_path / "figure.svg").read_text()
-
-
-@pytest.mark.parallel(2)
-def test_two_processes_hold_out_the_same_samples() -> None:
-    """Rows of the mean model agree with those of one process."""
-
-    def rows_of(who: Processes) -> list[float]:
-        rows: list[float] = []
-        hooks = Hooks(
-            log_metric=lambda name, values, tags: (
-                rows.append(values["value"])
-                if tags.get("split") in ("valid", "valid_avg")
-                else None
-            )
-        )
-        config = configured(num_epochs=1, validation_ratio=RATIO, optimizer="dpsgd")
-        Trainer(checked(config, who), who, hooks).train()
-        return rows
-
-    who = processes()
-    apart, complaint = rows_of(who), ""
-    if who.rank == 0:
-        together = rows_of(Processes())
-        # Three metrics of four workers and of their mean.
-        if len(apart) != 3 * 5 or apart != pytest.approx(together, rel=1e-5):
-            complaint = f"{apart} instead of {together}"
-    assert who.broadcast(complaint) == ""
