@@ -118,7 +118,7 @@ def test_a_key_changes_what_is_computed_or_sent(
     value, common = CASES[key]
 
     def result(**changes: Any) -> tuple[Tensor, Any]:
-        run = after_steps(8, **common, **changes)
+        run = after_steps(6, **common, **changes)
         return run.parameters.x, run.network.bits
 
     if str(common) not in by_default:
