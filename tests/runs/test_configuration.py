@@ -235,9 +235,9 @@ def test_values_of_a_saved_configuration_are_not_explicit(tmp_path: Path) -> Non
 def test_a_key_of_a_saved_file_is_a_text(tmp_path: Path) -> None:
     file = yaml_file(tmp_path, "seed: 3\n3: 4\n", "config.yaml")
     (tmp_path / "metrics.jsonl").touch()
-    for arguments in (["--config", file], ["resume=true", "--output-dir", tmp_path]):
+    for first, second in (("--config", file), ("resume=true", f"--output-dir={tmp_path}")):
         with pytest.raises(BadInput, match='key "3" is unknown'):
-            config_after(*arguments)
+            config_after(first, second)
 
 
 @pytest.mark.parametrize(

@@ -35,16 +35,11 @@ def test_models_take_images_of_any_task(name: str, shape: tuple[int, ...]) -> No
 @pytest.mark.parametrize(
     ("models_of", "name", "options", "count"),
     [
-        *(
-            (models.ARCHITECTURES, name, {"normalization": normalization}, count)
-            for normalization in models.NORMALIZATIONS
-            for name, count in (
-                ("ResNet20", 272_474),
-                ("ResNet110", 1_730_714),
-                ("ResNet18", 11_173_962),
-                ("VGG11", 9_228_362),
-            )
-        ),
+        (models.ARCHITECTURES, "ResNet20", {"normalization": "group"}, 272_474),
+        (models.ARCHITECTURES, "ResNet110", {"normalization": "batch"}, 1_730_714),
+        (models.ARCHITECTURES, "ResNet18", {"normalization": "batch"}, 11_173_962),
+        (models.ARCHITECTURES, "VGG11", {"normalization": "group"}, 9_228_362),
+        (models.ARCHITECTURES, "VGG11", {"normalization": "batch"}, 9_228_362),
         # zeros for new channels have no parameters
         (models.ARCHITECTURES, "ResNet20", {"shortcut": "zeros"}, 269_722),
         (models.ARCHITECTURES, "ResNet110", {"shortcut": "zeros"}, 1_727_962),

@@ -419,26 +419,22 @@ def test_texts_that_are_none_are_rejected(texts: Path, monkeypatch: pytest.Monke
         make(texts, task_options={"dataset": "linux-doc"})
 
 
-def test_a_text_with_too_few_byte_pairs_and_a_missing_library(
-    texts: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+def test_byte_pairs_that_cannot_be_made_and_a_cache_that_cannot_be_written_are_rejected(
+    texts: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "tokenizers", None)
         with pytest.raises(ValueError, match=r"^task_options.tokenizer=bpe-300 needs .* bytes$"):
             make(texts, task_options={"tokenizer": "bpe-300"})
+    with monkeypatch.context() as patch:
+        (tmp_path / "file").write_text("")
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+        with pytest.raises(ValueError, match=r"cannot be written: .*XDG_CACHE_HOME"):
+            make(texts)
     pytest.importorskip("tokenizers")
     with pytest.raises(ValueError, match=r"^task_options.tokenizer=bpe-90000: use bpe-\d+ or less"):
         make(texts, task_options={"tokenizer": "bpe-90000"})
     assert not [path for path in cache.iterdir() if path.is_dir()]
-
-
-def test_a_cache_that_cannot_be_written_is_rejected(
-    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.raises(ValueError, match=r"cannot be written: .*XDG_CACHE_HOME"):
-        make(texts)
 
 
 @pytest.mark.parallel([2])

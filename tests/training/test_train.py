@@ -707,13 +707,9 @@ def test_plain_gossip_would_send_in_every_third_step_only(changes: dict[str, Any
 
 
 def test_dropout_is_drawn_for_each_step() -> None:
-    def model() -> nn.Module:
-        return nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(64, 10))
-
-    run = fed(Fed(1, model), 0)
-    gradients = []
-    for step in (0, 1, 0):
-        run.execution.step = step
+    task = Fed(1, lambda: nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(64, 10)))
+    run, gradients = fed(task, 0), []
+    for run.execution.step in (0, 1, 0):
         run.parameters.grad.zero_()
         run.execution.gradient(0, 0)
         gradients.append(run.parameters.grad.clone())
