@@ -25,7 +25,6 @@ from powergossip.training.config_checks import checked
 from powergossip.training.methods import check_method
 
 ALONE = Processes()
-RING = make("ring", 4)
 LEAK = "mine: a worker learns of another one without a message"
 STATE = "mine goes on differently from a checkpoint"
 Step = Callable[..., Any]
@@ -402,14 +401,14 @@ LEARNS = [
 @pytest.mark.parametrize(
     ("registry", "row", "sentence"),
     [
-        pytest.param(registry, *case, id=f"{kind}-{i}-{getattr(case[0], '__name__', 0)}")
-        for kind, registry, cases in (
-            ("averaging", AVERAGING, AVERAGES),
-            ("aggregation", AGGREGATIONS, AGGREGATES),
-            ("compressor", COMPRESSORS, COMPRESSES),
-            ("learning", LEARNING, LEARNS),
+        (registry, *case)
+        for registry, cases in (
+            (AVERAGING, AVERAGES),
+            (AGGREGATIONS, AGGREGATES),
+            (COMPRESSORS, COMPRESSES),
+            (LEARNING, LEARNS),
         )
-        for i, case in enumerate(cases)
+        for case in cases
     ],
 )
 def test_rows_of_a_script_are_tried_before_data_are_loaded(
@@ -464,17 +463,16 @@ def test_options_of_a_learning_rule_of_a_script_have_types(
     options: dict[str, Any], accepted: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Mine(Rule):
-        def __init__(
+        def __init__(  # the type of pull is that of the default
             self,
             workers: Any,
             *,
-            pull: float = 0.5,
+            pull=0.5,
             sign: bool = False,
             kind: str = "",
             several: float | str = 1.0,
         ) -> None: ...
 
-    del Mine.__init__.__annotations__["pull"]  # the type is that of the default
     monkeypatch.setitem(LEARNING, "mine", Mine)
     with pytest.raises(ValueError, match=accepted) if accepted else nullcontext():
         settings(optimizer="power-gossip", learning="mine", learning_options=options)
@@ -488,20 +486,18 @@ def test_a_learning_rule_of_a_script_has_any_local_optimizer_and_many_local_step
     keys = {"local_optimizer": local_optimizer, "local_steps": local_steps}
     c = settings(optimizer="dpsgd", learning="mine", **keys)
     assert local_steps == 1 or local_steps > trials.MOST
-    check_method(c, Network(RING, ALONE))
+    check_method(c, Network(make("ring", 4), ALONE))
 
 
-@pytest.mark.parametrize("name", [*AVERAGING, *AGGREGATIONS])
+@pytest.mark.parametrize("name", [*AVERAGING, *AGGREGATIONS, *LEARNING])
 def test_methods_of_the_library_pass(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    c = settings(optimizer=name)
+    keys: dict[str, Any] = {"optimizer": name}
+    topology = "ring"
+    if name in LEARNING:
+        optimizer = "dpsgd" if Kind.ANTISYMMETRIC in LEARNING[name].kinds else "choco"
+        steps = 4 if "local_steps" in learning.options(name) else 1
+        keys = {"optimizer": optimizer, "learning": name, "local_steps": steps}
+        topology = "chain"
+    c = settings(topology=topology, **keys)
     monkeypatch.setattr(options, "is_of_library", lambda row: False)
-    check_method(c, Network(RING, ALONE))
-
-
-@pytest.mark.parametrize("name", LEARNING)
-def test_learning_rules_of_the_library_pass(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    optimizer = "dpsgd" if Kind.ANTISYMMETRIC in LEARNING[name].kinds else "choco"
-    steps = 4 if "local_steps" in learning.options(name) else 1
-    c = settings(topology="chain", optimizer=optimizer, learning=name, local_steps=steps)
-    monkeypatch.setattr(options, "is_of_library", lambda row: False)
-    check_method(c, Network(make("chain", 4), ALONE))
+    check_method(c, Network(make(topology, 4), ALONE))
