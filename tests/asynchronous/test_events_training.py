@@ -220,7 +220,7 @@ def test_a_replay_fits_the_recorded_run(tmp_path):
     run.begin(tmp_path)
     run.train()
     file, text = tmp_path / "order.jsonl", (tmp_path / "order.jsonl").read_text()
-    replay = {"scenario": {"replay": str(file)}}
+    replay: dict[str, Any] = {"scenario": {"replay": str(file)}}
     stepwise = built(**values, **replay)
     assert isinstance(stepwise.execution, OnVirtualClock)
     for step in range(2):

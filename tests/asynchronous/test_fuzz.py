@@ -17,8 +17,7 @@ FAULTS = sorted(Path(__file__).with_name("faults").glob("*.yaml"))
     [
         ("virtual", range(4)),
         pytest.param("virtual", range(4, 80), marks=pytest.mark.slow),
-        pytest.param("processes", range(20), marks=pytest.mark.slow),
-        pytest.param("publishing", range(10), marks=pytest.mark.slow),
+        pytest.param("processes", range(25), marks=pytest.mark.slow),
     ],
 )
 def test_random_scenarios_break_no_invariant(driver: str, seeds: range, tmp_path: Path) -> None:

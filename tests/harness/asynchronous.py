@@ -12,14 +12,14 @@ from tests.harness import launch
 from tests.harness.training import trained
 
 ULFM = ("--with-ft", "ulfm")
-SURVIVING = {"on_worker_loss": "continue", "worker_timeout": 20.0}
+SURVIVING: dict[str, Any] = {"on_worker_loss": "continue", "worker_timeout": 20.0}
 OF_EDGES: dict[str, Any] = {
     "n_workers": 4,
     "batch_size": 64,
     "batched_gradients": "off",
     "learning_rate": 0.05,
 }
-TINY = OF_EDGES | {
+TINY: dict[str, Any] = OF_EDGES | {
     "task_architecture": "MLP",
     "max_steps_per_epoch": 4,
     "num_epochs": 2,
