@@ -32,6 +32,12 @@ EXCHANGES: dict[str, tuple[str, dict[str, Any]]] = {
     "qsgd by size": ("choco", {"compressor": "qsgd", "unbiased": True}),
 }  # fmt: skip
 SHAPES = ((6, 5), (6, 5), (4, 7), (7,), (5, 1))
+LATE: dict[str, Any] = {  # a scenario
+    "speeds": {1: 0.25, 4: 0.7},
+    "jitter": 0.3,
+    "latency": 0.3,
+    "late": {"fraction": 0.2, "seconds": 3.0},
+}
 
 
 class SGD:
