@@ -367,7 +367,7 @@ def test_a_clock_resumes_after_each_event(values):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("name", "steps"), [("plain", 80), ("power", 40)])
+@pytest.mark.parametrize(("name", "steps"), [("plain", 80), ("power", 80)])
 def test_losses_at_both_ends_are_exact_and_at_one_end_biased(name, steps):
     biases = {}
     for ends in ("both", "one"):
