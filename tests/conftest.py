@@ -185,7 +185,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Only process 0 shows progress and the summary. All are connected by --transport."""
+    """Only process 0 shows progress and the summary. All are connected by --transport. Workers of
+    pytest-xdist share a server that forks programs."""
+    if config.getoption("numprocesses", None) and not config.getoption("--quick"):
+        os.environ[launch.SHARED] = launch.fork_server()
     if MPI.COMM_WORLD.size > 1:
         processes(config.getoption("--transport"))
     reporter = config.pluginmanager.get_plugin("terminalreporter")
