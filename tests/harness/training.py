@@ -21,8 +21,8 @@ TINY: dict[str, Any] = {
 }
 
 
-def trained(who: Processes | None = None, **changes: Any) -> tuple[Trainer, pd.DataFrame]:
-    """A run in this process, after training, and its rows; it leaves no files."""
+def trained(who: Any = None, **changes: Any) -> tuple[Trainer, pd.DataFrame]:
+    """A run after training, and its rows; it leaves no files. who: see `built`."""
     rows: list[dict[str, Any]] = []
     run = built(recording(rows), who=who, **changes)
     run.train()
