@@ -17,7 +17,7 @@ from powergossip.events.worker import Policy, Worker
 from powergossip.network import Network
 from powergossip.parameters import Layout
 from tests.harness.averaging import graph
-from tests.harness.quadratics import Quadratics
+from tests.harness.quadratics import SGD, Quadratics
 
 # Averaging rules in edge form, by name: method and options.
 EXCHANGES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -32,19 +32,12 @@ EXCHANGES: dict[str, tuple[str, dict[str, Any]]] = {
     "qsgd by size": ("choco", {"compressor": "qsgd", "unbiased": True}),
 }  # fmt: skip
 SHAPES = ((6, 5), (6, 5), (4, 7), (7,), (5, 1))
-
-
-class SGD:
-    """A local optimizer of one row."""
-
-    def __init__(self, x: Tensor, rate: float):
-        self.rate, self._x = rate, x
-
-    def step(self, gradient: Tensor) -> None:
-        self._x.sub_(gradient, alpha=self.rate)
-
-    def displacement(self, direction: Tensor) -> Tensor:
-        return -self.rate * direction
+LATE: dict[str, Any] = {  # a scenario
+    "speeds": {1: 0.25, 4: 0.7},
+    "jitter": 0.3,
+    "latency": 0.3,
+    "late": {"fraction": 0.2, "seconds": 3.0},
+}
 
 
 def start(workers: int, dtype: torch.dtype, seed: int = 0, shapes: Any = SHAPES) -> Tensor:
@@ -120,7 +113,7 @@ def learners(
 
     def make(index: int, view: View, steps: int) -> Worker:
         own = slice(index, index + 1)
-        x, g, local = problem.x[own], problem.grad[own], SGD(problem.x[own], first)
+        x, g, local = problem.x[own], problem.grad[own], SGD(first).of(problem.x[own])
         own_optimizers[index], of_rule = local, dict(rule_options or {})
         if "overlapping" in known:
             of_rule.setdefault("overlapping", learning != "diloco")

@@ -978,12 +978,14 @@ def test_a_further_step_of_one_process_ends_all(how: str, longer: int, tmp_path:
         assert (ended.returncode, ended.stdout) == (0, "end\nend\n"), ended.stderr
         return
     assert ended.returncode == 1
-    (line,) = [line for line in ended.stderr.splitlines() if line.startswith("error:")]
-    if how in ("local", "loaded"):
-        assert all(f"after {steps} steps" in line for steps in (5, 4 + 2 * (how == "local")))
-        return
-    assert f"process {longer} is in a further step" in line
-    assert ("5 steps" in line) == (how != "powersgd")
+    lines = [line for line in ended.stderr.splitlines() if line.startswith("error:")]
+    assert len(lines) in (1, 2), "the second process may notice it before the first has ended it"
+    for line in lines:
+        if how in ("local", "loaded"):
+            assert all(f"after {steps} steps" in line for steps in (5, 4 + 2 * (how == "local")))
+        else:
+            assert f"process {longer} is in a further step" in line
+            assert ("5 steps" in line) == (how != "powersgd")
 
 
 # Bad input.
