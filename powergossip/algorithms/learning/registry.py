@@ -257,9 +257,11 @@ def with_local_steps() -> str:
     return f"{', '.join(others)} or {last}"
 
 
-def largest_rate(name: str, topology: Topology, options: Mapping[str, Any]) -> float:
+def largest_rate(
+    name: str, topology: Topology, options: Mapping[str, Any], local_optimizer: str = "sgd"
+) -> float:
     """The diffusion rate from which a rule with these options is unstable. Infinite for most."""
-    return LEARNING[name].largest_rate(topology, options)
+    return rule(name, local_optimizer).largest_rate(topology, options)
 
 
 def without(name: str) -> tuple[str, ...]:
