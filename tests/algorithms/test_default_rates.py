@@ -124,6 +124,13 @@ def test_copies_and_momentum_limit_a_rate_together_on_a_directed_graph() -> None
     assert found.holds, found
 
 
+def test_exact_diffusion_over_copies_needs_an_undirected_graph() -> None:
+    """On a directed ring it diverges, also without compression."""
+    case = Case("directed ring 8", "choco", "identity", 30, steps=0)
+    with pytest.raises(ValueError, match="use an undirected topology with learning=exact-diff"):
+        default_rates.learn("exact-diffusion", case, 0.02)
+
+
 @pytest.mark.parametrize("name", ["gradient-tracking", "beer", "motef"])
 def test_tracking_over_copies_on_a_directed_graph_gives_a_warning(name: str) -> None:
     case = Case("directed ring 8", "choco", "qsgd", 30, steps=0)

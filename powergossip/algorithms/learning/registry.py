@@ -14,6 +14,8 @@ from powergossip.algorithms.learning.dpsgd import DPSGD
 from powergossip.algorithms.learning.exact_diffusion import ExactDiffusion
 from powergossip.algorithms.learning.gossip_rule import (
     ANY,
+    COPIES,
+    WITHOUT_COPIES,
     GossipRule,
     Workers,
 )
@@ -120,6 +122,12 @@ def check(name: str, network: Network, averaging_name: str, averaging: Averaging
         raise ValueError(
             f"topology={network.topology.name}: use a static topology with learning={name}, such "
             "as ring"
+        )
+    needs_symmetry = found.kinds & WITHOUT_COPIES == {Kind.ANTISYMMETRIC}
+    if kind in COPIES and needs_symmetry and not network.symmetric:
+        raise ValueError(
+            f"topology={network.topology.name}: use an undirected topology with learning={name}; "
+            f"{_REASONS[Kind.LINEAR]}"
         )
 
 
