@@ -5,7 +5,8 @@ arrive before workers go on, and otherwise events happen in the order of plannin
 """
 
 import heapq
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
 
@@ -108,18 +109,18 @@ class VirtualClock(Clock):
         of = of or (lambda worker: worker.rule.x[0])
         total: Tensor | float = 0.0
         for i, worker in self.workers.items():
-            for j, edge in worker.edges.items():
+            for j, edge in list(worker.edges.items()):
                 other = self.workers[j].edges.get(i) if j in self._lives else None
                 if edge.own is None or other is None or other.k <= edge.k:
                     continue
                 parts = [m for m in (*edge.inbox.values(), *self._in_flight(j, i)) if m.k == edge.k]
                 if edge.own.part is None or parts[0].part is None:
                     continue
-                again = deepcopy(worker)
-                again.receive(j, parts[0])
-                before = of(again).clone()
-                again.apply(j)
-                total = total + (of(again) - before)
+                with _undone(worker):
+                    worker.receive(j, parts[0])
+                    before = of(worker).clone()
+                    worker.apply(j)
+                    total = total + (of(worker) - before)
         return torch.as_tensor(total)
 
     def _in_flight(self, j: int, i: int) -> list[Message]:
@@ -277,3 +278,16 @@ class VirtualClock(Clock):
         self._lives = {}
         for index, saved in state["workers"].items():
             self._restore(index, saved)
+
+
+@contextmanager
+def _undone(worker: Worker) -> Iterator[None]:
+    """A block whose changes of a worker are undone at its end."""
+    x, state = worker.rule.x.clone(), deepcopy(worker.state_dict())
+    late, log = set(worker.late), list(worker.log)
+    try:
+        yield
+    finally:
+        worker.rule.x.copy_(x)
+        worker.load_state_dict(state)
+        worker.late, worker.log = late, log

@@ -108,10 +108,27 @@ def test_quasi_global_momentum_does_not_diverge(rule: str, compressor: str) -> N
     assert found.holds, found
 
 
+@pytest.mark.parametrize(("rule", "compressor"), [("dpsgd", ""), ("choco", "identity")])
+def test_quasi_global_momentum_does_not_diverge_on_a_directed_graph(
+    rule: str, compressor: str
+) -> None:
+    """With the rates of an undirected graph, the error is 1e13 and 1e23 after 3000 steps."""
+    case = Case("directed ring 8", rule, compressor, 30)
+    found = default_rates.learn("quasi-global-momentum", case, 0.001)
+    assert found.holds, found
+
+
 def test_copies_and_momentum_limit_a_rate_together_on_a_directed_graph() -> None:
     """With the smaller of both limits, the error is 1e12 after 3000 steps."""
     found = default_rates.learn("gasloc", Case("directed ring 8", "choco", "qsgd", 30), 0.02)
     assert found.holds, found
+
+
+def test_exact_diffusion_over_copies_needs_an_undirected_graph() -> None:
+    """On a directed ring it diverges, also without compression."""
+    case = Case("directed ring 8", "choco", "identity", 30, steps=0)
+    with pytest.raises(ValueError, match="use an undirected topology with learning=exact-diff"):
+        default_rates.learn("exact-diffusion", case, 0.02)
 
 
 @pytest.mark.parametrize("name", ["gradient-tracking", "beer", "motef"])

@@ -151,6 +151,26 @@ def test_quasi_global_momentum_needs_smaller_rates_over_public_copies(
     assert (problem.error > 10 * first) == grows
 
 
+@pytest.mark.parametrize("overlapping", [False, True])
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_quasi_global_momentum_is_stable_up_to_its_largest_rate(
+    nesterov: bool, overlapping: bool
+) -> None:
+    """On a directed ring, without gradients."""
+    name, topology = "quasi-global-momentum", "unidirectional-ring"
+    given = {"momentum": 0.5, "nesterov": nesterov, "overlapping": overlapping}
+    largest = learning.largest_rate(name, graph(topology, WORKERS), given)
+    assert largest < 2
+    for factor, decays in ((0.95, True), (1.05, False)):
+        problem = Quadratics()
+        problem.a.zero_()
+        problem.x.copy_(problem.b)
+        rate = {"diffusion_rate": factor * largest}
+        train(rule_of(name, "plain", problem, 1.0, topology, rate, **given), problem, 1500)
+        apart, before = (x - x.mean(0) for x in (problem.x, problem.b))
+        assert (apart.norm() < before.norm()) == decays
+
+
 @pytest.mark.parametrize("averaging", ["plain", "power-gossip"])
 def test_quasi_global_momentum_survives_a_learning_rate_of_0(averaging: str) -> None:
     """Cosine decay to 0 and a restart. The displacements by gossip did not vanish with the rate."""

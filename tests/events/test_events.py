@@ -17,6 +17,7 @@ from powergossip.events.worker import Edge, Message, Policy
 from powergossip.network import Network
 from powergossip.parameters import Layout
 from tests.harness.averaging import graph
+from tests.harness.checkpoints import assert_same
 from tests.harness.exchanging import (
     EXCHANGES,
     LATE,
@@ -139,6 +140,20 @@ def test_the_sum_is_conserved_at_all_times(name, gossip):
             moved = max(moved, float(unapplied.abs().max()))
             torch.testing.assert_close(x.sum(0) + unapplied, total, rtol=0, atol=1e-12)
     assert moved > 1e-3  # the law is empty if no part is ever late
+
+
+@pytest.mark.parametrize("name", ["power rank 2", "top-k"])
+def test_the_sum_of_late_exchanges_changes_no_worker(name):
+    clock = averaging_clock(start(8, torch.float32), name=name, values=LATE, record=True)
+    for _ in range(100):
+        clock.advance()
+        before = copy.deepcopy([clock.state_dict(), clock.order])
+        x = {index: worker.rule.x.clone() for index, worker in clock.workers.items()}
+        if clock.unapplied().any():
+            break
+    assert clock.unapplied().any()
+    assert_same([clock.state_dict(), clock.order], before)
+    assert_same({index: worker.rule.x for index, worker in clock.workers.items()}, x)
 
 
 @pytest.mark.long

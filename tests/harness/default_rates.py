@@ -361,6 +361,7 @@ def lessons() -> Iterator[tuple[str, Case, float]]:
         for rule, compressor, given in pairs:
             for graph in graphs:
                 case = Case(graph, rule, compressor, 30, given)
+                topology.cache_clear()  # one warning for each
                 with suppress(ValueError, UserWarning), warnings.catch_warnings():
                     warnings.simplefilter("error")
                     learn(name, replace(case, steps=0), 1.0)

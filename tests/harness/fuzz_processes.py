@@ -5,7 +5,8 @@ Processes are killed, stopped or interrupted at points of the run, or cannot wri
 
 - mpirun ends, with an exit code that docs/checkpoints.md and docs/when-workers-fail.md name.
 - There is no traceback but of exceptions that were raised, and a sentence where the exit code is
-  not 0.
+  not 0. An exception before the processes are connected ends all of them: its traceback and the
+  process' index are the sentence.
 - Processes that did not fail are there at the end. None of their workers is among the lost ones.
 - Rows of every evaluated epoch are there once, and the number of workers does not grow.
 - The last checkpoint is whole, and the run resumes from it to its end.
@@ -139,7 +140,8 @@ class _Ended:
         by_launcher = any(e.get("launcher") and e["signal"] != "SIGUSR1" for e in signals)
         if self.code and not own and not by_launcher:
             words = "complete with" if self.code == LOST else "error: "
-            require(words in self.text, "a sentence")
+            raised = self.code == 1 and errors and " failed:\nTraceback" in self.text
+            require(words in self.text or raised, "a sentence")
         if self.code not in (0, LOST):
             return f"code {self.code}"
         require(self.ending == output.COMPLETE, f"the ending is complete, not {self.ending}")

@@ -249,8 +249,11 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
     return found
 
 
-def test_figures_are_files_and_do_without_some_rows(tmp_path: Path) -> None:
-    """They change no rows, and use nothing that a program may have of matplotlib."""
+def test_figures_are_files_and_do_without_some_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They change no rows. pyplot, which changes the backend of a program, is not used."""
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
     rows = write_run(tmp_path, epochs=2)
     before = rows.copy()
     figures.figure(rows, tmp_path / "run.pdf")
@@ -261,7 +264,6 @@ def test_figures_are_files_and_do_without_some_rows(tmp_path: Path) -> None:
     figures.figure(rows.drop(columns="worker"), tmp_path / "c.png")
     assert all((tmp_path / name).exists() for name in ("a.png", "b.png", "c.png"))
     pd.testing.assert_frame_equal(rows, before)
-    assert "matplotlib.pyplot" not in sys.modules
     assert len({figures.line_style(index)[0] for index in range(12)}) == 12
     assert len({figures.line_style(index) for index in range(36)}) == 36
 

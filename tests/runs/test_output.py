@@ -283,14 +283,19 @@ def test_a_failing_disk_is_no_other_process(
 def test_all_files_to_resume_from_are_on_the_disk(
     tmp_path: Path, config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their contents and their names, when a checkpoint is made."""
-    synced, fsync = set(), os.fsync
+    """Contents before a file is in its place, and names when a checkpoint is made."""
+    synced, fsync, moved = set(), os.fsync, Path.replace
 
     def sync(descriptor: int) -> None:
         synced.add(os.fstat(descriptor).st_ino)
         fsync(descriptor)
 
+    def replace(path: Path, target: Path) -> Path:
+        assert path.stat().st_ino in synced, target
+        return moved(path, target)
+
     monkeypatch.setattr("os.fsync", sync)
+    monkeypatch.setattr(Path, "replace", replace)
     folder = tmp_path / "run"
     output = Output(str(folder), config)
     output.add_info({"a": 1})

@@ -1,12 +1,15 @@
 """Quasi-global momentum: momentum of the displacement that gossip leaves, not of own gradients."""
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from powergossip.algorithms.averaging import Kind
+from powergossip.algorithms.learning import outer_stability
 from powergossip.algorithms.learning.gossip_rule import ANY, GossipRule, Variable, Workers
+from powergossip.topologies import Topology
 
 _LEAST_RATE = 1e-8  # by which a displacement is divided
 _RESTART = 10.0  # times the learning rate of the step before, or more
@@ -138,6 +141,17 @@ class QuasiGlobalMomentum(_QuasiGlobal):
         self._m = torch.zeros_like(self._x)
         self._tilde = torch.zeros_like(self._x)
         self._rate = 0.0  # η of the last step that was not 0
+
+    @classmethod
+    def largest_rate(cls, topology: Topology, options: Mapping[str, Any]) -> float:
+        beta, overlapping = options["momentum"], options["overlapping"]
+        recurrence = (
+            outer_stability.overlapping_quasi_global
+            if overlapping
+            else outer_stability.quasi_global
+        )
+        weight = beta**2 if options["nesterov"] else beta
+        return outer_stability.largest_rate(topology, recurrence, 0.0, beta, weight)
 
     def direct(self, g: Tensor) -> None:
         factor = restart(self._rate, self._local.rate)

@@ -14,6 +14,8 @@ from powergossip.algorithms.learning.dpsgd import DPSGD
 from powergossip.algorithms.learning.exact_diffusion import ExactDiffusion
 from powergossip.algorithms.learning.gossip_rule import (
     ANY,
+    COPIES,
+    WITHOUT_COPIES,
     GossipRule,
     Workers,
 )
@@ -119,6 +121,12 @@ def check(name: str, network: Network, averaging_name: str, averaging: Averaging
         raise ValueError(
             f"topology={network.topology.name}: use a static topology with learning={name}, such "
             "as ring"
+        )
+    needs_symmetry = found.kinds & WITHOUT_COPIES == {Kind.ANTISYMMETRIC}
+    if kind in COPIES and needs_symmetry and not network.symmetric:
+        raise ValueError(
+            f"topology={network.topology.name}: use an undirected topology with learning={name}; "
+            f"{_REASONS[Kind.LINEAR]}"
         )
 
 
@@ -257,9 +265,11 @@ def with_local_steps() -> str:
     return f"{', '.join(others)} or {last}"
 
 
-def largest_rate(name: str, topology: Topology, options: Mapping[str, Any]) -> float:
+def largest_rate(
+    name: str, topology: Topology, options: Mapping[str, Any], local_optimizer: str = "sgd"
+) -> float:
     """The diffusion rate from which a rule with these options is unstable. Infinite for most."""
-    return LEARNING[name].largest_rate(topology, options)
+    return rule(name, local_optimizer).largest_rate(topology, options)
 
 
 def without(name: str) -> tuple[str, ...]:
