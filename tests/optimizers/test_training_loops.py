@@ -485,7 +485,7 @@ class Scaled(nn.Module):
 @pytest.mark.parallel([2])
 @pytest.mark.parametrize(
     ("name", "message_dtype"),
-    [("gossip", "parameter"), ("powersgd", "float32"), ("dgc", "parameter")],
+    [("gossip", "float32"), ("powersgd", "parameter"), ("dgc", "float32")],
 )
 def test_models_of_several_precisions_learn(name: str, message_dtype: str) -> None:
     model = Scaled()
