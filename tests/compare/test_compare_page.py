@@ -29,13 +29,6 @@ def test_the_program_needs_no_torch(tmp_path: Path) -> None:
     assert ended.stdout.splitlines()[-1] == "[]"
 
 
-def test_bad_input_is_a_sentence_and_exit_code_2(tmp_path: Path) -> None:
-    ended = launch.python("-m", "powergossip.compare", "nowhere", cwd=tmp_path)
-    assert (ended.returncode, ended.stdout) == (2, "")
-    (line,) = ended.stderr.splitlines()
-    assert line.startswith("error: nowhere ")
-
-
 def browse(page: Path, *options: str) -> str:
     """The elements of a page after its scripts have run."""
     assert CHROMIUM is not None
