@@ -284,7 +284,7 @@ BITS_OF: list[tuple[str, dict[str, Any], int]] = [
 def test_bits_and_messages_are_those_of_one_setting(
     name: str, options: dict[str, Any], bits: int
 ) -> None:
-    graph = {"topology": "random-regular", "topology_options": {"degree": 5}}
+    graph: dict[str, Any] = {"topology": "random-regular", "topology_options": {"degree": 5}}
     rows = gossiped(algorithm=name, num_steps=7, **graph, **options)
     degree = 5
     assert rows["bits"].tolist() == (rows["epoch"] * degree * bits).tolist()

@@ -53,7 +53,7 @@ def loaded(base: str, method: str | None, *more: str) -> Any:
 def test_presets_are_accepted_and_every_optimizer_has_one() -> None:
     published = {"wikitext2_lstm": 16, "cifar10_resnet20": 8, "cifar10_vgg11": 16, "consensus": 8}
     as_base = ("dpsgd", "wm0", "mm", "resnet20", "160k")  # which state a value of their base
-    optimizers, texts = set(), {}
+    optimizers, texts = set[str](), dict[str, str]()
     for base, method in COMBINATIONS:
         name, config, processes = f"{base}/{method}", loaded(base, method), Processes()
         optimizers.add(config.get("optimizer"))
