@@ -141,7 +141,12 @@ def directly(
     kind = options.pop("local_optimizer", "sgd")
     own = learning.rule(name, kind).directs()
     c = Settings(
-        local_optimizer=kind, learning_rate=1.0, momentum=0.9, nesterov=False, weight_decay=decay
+        local_optimizer=kind,
+        learning_rate=1.0,
+        momentum=0.9,
+        nesterov=False,
+        weight_decay=decay,
+        muon_scale="original",
     )
     local = LocalOptimizer(parameters, c, *((0.0, "sgd") if own else ()))
 
@@ -188,25 +193,11 @@ def test_a_step_is_that_of_the_rule(name: str) -> None:
 @pytest.mark.parallel([4])
 def test_muon_and_adamw_side_by_side_are_local_optimizer_muon() -> None:
     """torch.optim.Muon takes matrices alone, so that the vectors have an optimizer of their own."""
-    model = Quadratic(processes().rank, start=1.0)
-    parameters = Parameters([model])
-    network = Network(topologies.make("ring", N), processes())
-    c = Settings(local_optimizer="muon", learning_rate=0.02, muon_scale="original")
-    local = LocalOptimizer(parameters, c)
-
-    def make(layout: Layout) -> algorithms.Averaging:
-        return algorithms.make("dpsgd", network, layout)
-
-    workers = learning.Workers(network, make, parameters, local)
-    rule = learning.make("dpsgd", workers, "muon", overlapping=False)
-    for _ in range(6):
-        rule.start()
-        model().backward()
-        rule.finish()
-
+    options = {"local_optimizer": "muon", "overlapping": False}
+    expected, bits = directly("dpsgd", PLAIN, [0.02] * 6, 0.0, options)
     own = Quadratic(processes().rank, start=1.0)
     makers = (
-        torch.optim.Muon([own.weight], lr=0.02, weight_decay=0.0),
+        torch.optim.Muon([own.weight], lr=0.02, weight_decay=0.0, nesterov=False),
         torch.optim.AdamW([own.bias], lr=0.02, weight_decay=0.0),
     )
     optimizers = [GossipOptimizer(made, "dpsgd") for made in makers]
@@ -215,8 +206,8 @@ def test_muon_and_adamw_side_by_side_are_local_optimizer_muon() -> None:
         own().backward()
         for optimizer in optimizers:
             optimizer.step()
-    torch.testing.assert_close(own.x, model.x, rtol=1e-4, atol=1e-5)
-    assert sum(optimizer.bits for optimizer in optimizers) == network.bits[0] > 0
+    torch.testing.assert_close(own.x, expected, rtol=1e-4, atol=1e-5)
+    assert sum(optimizer.bits for optimizer in optimizers) == bits > 0
 
 
 # --- The loop -------------------------------------------------------------------------------------
