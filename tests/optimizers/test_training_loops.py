@@ -519,6 +519,18 @@ def test_models_of_several_precisions_learn(name: str, message_dtype: str) -> No
 
 
 @pytest.mark.parallel([2])
+def test_messages_of_powersgd_in_half_precision_have_half_the_bits() -> None:
+    counted = []
+    for message_dtype in ("float32", "parameter"):
+        model = half_mlp(torch.bfloat16)
+        aggregator = PowerSGD(model.parameters(), AT_ONCE, message_dtype=message_dtype)
+        model(torch.ones(2, 6).bfloat16()).sum().backward()
+        optimizer_step(torch.optim.SGD(model.parameters(), lr=0.1), aggregator)
+        counted.append(aggregator.bits)
+    assert counted[0] == 2 * counted[1] > 0
+
+
+@pytest.mark.parallel([2])
 def test_rounding_errors_of_dgc_are_sent_later() -> None:
     """The means and the accumulated elements sum to the gradients, with values in bfloat16."""
     parameter = nn.Parameter(torch.zeros(6, 4).bfloat16())
