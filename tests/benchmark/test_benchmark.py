@@ -108,6 +108,16 @@ def test_settings_of_all_tasks_are_those_of_consensus_without_learning(tmp_path:
         assert entry.settings.get("consensus_random") == expected
 
 
+def test_an_option_may_be_called_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Named(Half):
+        def __init__(self, network: Any, layout: Any, *, name: str = "a") -> None:
+            self.name = name
+
+    monkeypatch.setitem(AVERAGING, "named", Named)
+    found: Any = algorithms.make("named", ring(torch.device("cpu")), Layout([(2,)]), name="b")
+    assert found.name == "b"
+
+
 def test_a_task_that_does_not_accept_the_settings_of_all_is_left_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

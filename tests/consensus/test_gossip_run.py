@@ -303,6 +303,13 @@ def test_a_seed_repeats_a_run_and_another_does_not(name: str) -> None:
     assert first != other
 
 
+def test_variants_of_power_gossip_differ() -> None:
+    names = [name for name in ALGORITHMS if name.startswith("power_gossip")]
+    rows = gossiped(algorithm=names)
+    finals = [errors(rows[rows["algorithm"] == name])[40] for name in names]
+    assert len(set(finals)) == len(names) == 4
+
+
 # Settings in batches.
 
 
