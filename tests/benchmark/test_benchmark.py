@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import train
-from powergossip import compressors, topologies
+from powergossip import algorithms, compressors, topologies
 from powergossip.algorithms import AVERAGING
 from powergossip.algorithms.aggregation import AGGREGATIONS, Aggregation
 from powergossip.algorithms.learning import DEFAULT
@@ -41,6 +41,7 @@ from powergossip.benchmark.comparison import Line, front, pair
 from powergossip.benchmark.tasks import QUICK, SEEDS, TASKS, TRIES, Values
 from powergossip.errors import BadInput
 from powergossip.network import Mean, ToAll
+from powergossip.parameters import Layout
 from powergossip.runner import runner
 from powergossip.runner.jobs import Job
 from powergossip.runner.runner import yaml_text
@@ -48,6 +49,7 @@ from powergossip.runs import metrics
 from tests.harness import launch, small_data
 from tests.harness.benchmarking import Half, differing, entry_of, line, result, written
 from tests.harness.launch import ROOT
+from tests.harness.on_device import ring
 
 # --- Entries --------------------------------------------------------------------------------------
 
