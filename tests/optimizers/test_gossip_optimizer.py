@@ -1111,8 +1111,12 @@ NUMPY: dict[str, tuple[Callable[..., object], dict[str, Any]]] = {
     "compressor": (lambda **o: repr(compressors.make("qsgd", **o)), {"levels": 4}),
     "compressor's object": (lambda **o: compressors.size(QSGD(**o), 3, 4), {"levels": 4}),
     "graph": (
-        lambda n, seed, **o: topologies.make("watts-strogatz", n, seed=seed, options=o).fingerprint,
-        {"n": 32, "seed": 1, "degree": 4, "rewiring": 0.2},
+        lambda n, seed: topologies.make("exponential", n, seed=seed).fingerprint,
+        {"n": 32, "seed": 1},
+    ),
+    "graph's options": (
+        lambda **o: topologies.make("base-graph", 32, options=o).fingerprint,
+        {"k": 2},
     ),
 }
 
