@@ -192,15 +192,6 @@ def test_a_metric_that_overflows_is_infinite(tmp_path: Path) -> None:
     assert (cells["final"], cells["best"]) == (["infinite"], ["1.000"])
 
 
-def test_a_run_without_info_or_configuration_is_read(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "a")
-    (folder / "info.json").unlink()
-    (folder / "config.yaml").unlink()
-    (section,) = compared(folder)
-    assert columns(section)["final"] == ["62.50"]
-    assert columns(section)["state"] == ["epoch 3"]
-
-
 # --- Facts ----------------------------------------------------------------------------------------
 
 

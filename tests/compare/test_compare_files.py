@@ -9,7 +9,7 @@ import pytest
 
 from powergossip import compare
 from powergossip.errors import BadInput
-from tests.harness.compared_runs import compared, write_run, write_sweep
+from tests.harness.compared_runs import columns, compared, write_run, write_sweep
 
 # --- Folders --------------------------------------------------------------------------------------
 
@@ -70,11 +70,14 @@ def test_a_damaged_run_is_left_out_with_a_note(
 def test_a_run_without_configuration_is_compared_with_a_note(
     runs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Without info.json, it has no state of its end."""
     (runs / "a" / "config.yaml").unlink()
+    (runs / "a" / "info.json").unlink()
     compare.main(["a"])
     shown = capsys.readouterr()
     assert "note: a has no config.yaml" in shown.err
     assert "62.50" in shown.out
+    assert columns(compared(Path("a"))[0])["state"] == ["epoch 3"]
 
 
 # --- Files ----------------------------------------------------------------------------------------
@@ -95,11 +98,11 @@ def test_a_folder_gets_a_table_and_a_figure(runs: Path, capsys: pytest.CaptureFi
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["x.txt", "x.md", "x.svg", "x.PNG", "x.pdf"])
+@pytest.mark.parametrize("name", ["x.txt", "x.PNG", "x.pdf"])
 def test_the_suffix_of_a_file_is_its_format(runs: Path, name: str) -> None:
     compare.main(["a", "b", "--output", f"new/{name}"])
     content = (runs / "new" / name).read_bytes()
-    begins = {".svg": b"<?xml", ".png": b"\x89PNG", ".pdf": b"%PDF"}
+    begins = {".png": b"\x89PNG", ".pdf": b"%PDF"}
     assert content.startswith(begins.get(Path(name).suffix.lower(), b"Test accuracy"))
 
 

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -70,7 +71,7 @@ class Averages:
     steps = 0
 
     def __init__(self, network: Any, layout: Any) -> None:
-        self.weight = random.random()
+        self.weight = random.random() * np.random.random()
         self.before: Tensor | None = None
 
     def step(self, x: Tensor) -> Any:
@@ -156,10 +157,18 @@ AVERAGES = [
         Averages,
         (lambda self, x: x.lerp_((yield ToAll(x)).mean(1), float(torch.rand(()))), None),
         (lambda self, x: x.lerp_((yield ToAll(x)).mean(1), own_random()), None),
+        (lambda self, x: x.mul_(m := (yield ToAll(x)).norm()).div_(m).add_(1), None),  # 0 / 0
         (lambda self, x: (yield ToAll(x)).mean(1), "optimizer=mine does not change x; a step"),
+        (lambda self, x: (yield x), "yielded Tensor; use ToAll, ToEach, Mean or Gather"),
+        (lambda self, x: (yield ToAll(x[0])), r"ToAll of a tensor \(1024,\): use one of shape"),
+        (lambda self, x: (yield Mean(x[0])), r"Mean of a tensor \(1024,\): use one of shape"),
         (lambda self, x: x.mul_(0.5), "a step returned Tensor; use a generator"),
         (silent, "optimizer=mine sends no messages; a step yields them"),
         (lambda self, x: x.lerp_(x.roll(1, 0), 0.5) + (yield ToAll(x)).mean(1), LEAK),
+        (
+            lambda self, x: x.lerp_(x.roll(1, 0), 0.1 * float((yield ToAll(x)).any())),
+            LEAK,
+        ),
         (lambda self, x: x.mul_(self.weight).lerp_((yield ToAll(x))[:, 0] * 0 + x[0], 0.5), LEAK),
     ),
 ]
@@ -367,6 +376,19 @@ class ReadsGradients(Rule):
         g.copy_(g.mean(0).expand_as(g))
 
 
+class Noisy(Rule):
+    def update(self, u: Tensor | None) -> None:
+        super().update(u)
+        self._x.add_(0.01 * torch.randn_like(self._x))
+
+
+class LeaksAtTheEndOfARound(Rule):
+    def settle(self) -> None:
+        if self.exchanging:
+            self._x.lerp_(self._x.roll(1, 0), 0.1)
+        super().settle()
+
+
 class Names(Rule):
     state: ClassVar[Any] = ("anchor",)
 
@@ -392,6 +414,7 @@ LEARNS = [
     (Method, "Method.exchanging: use a property; a method is true in every step"),
     (partial(Rule, local_steps=2), "learning=mine is the row .*; use a class derived from Goss"),
     (ReadsGradients, LEAK),
+    (Noisy, None),
     (AssignedX, "learning=mine does not change x by gradients"),
     (Names, r"Names.state=\('anchor',\): use a mapping from names to Variable"),
     (Generates, "Generates.step: use the methods of GossipRule, such as update"),
@@ -486,7 +509,10 @@ def test_a_learning_rule_of_a_script_has_any_local_optimizer_and_many_local_step
     keys = {"local_optimizer": local_optimizer, "local_steps": local_steps}
     c = settings(optimizer="dpsgd", learning="mine", **keys)
     assert local_steps == 1 or local_steps > trials.MOST
-    check_method(c, Network(make("ring", 4), ALONE))
+    check_method(c, Network(RING, ALONE))
+    monkeypatch.setitem(LEARNING, "mine", LeaksAtTheEndOfARound)
+    with pytest.raises(ValueError, match=LEAK):
+        check_method(c, Network(RING, ALONE))
 
 
 @pytest.mark.parametrize("name", [*AVERAGING, *AGGREGATIONS, *LEARNING])
