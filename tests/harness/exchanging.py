@@ -80,7 +80,7 @@ def averaging_clock(
     def make(index: int, view: View, steps: int) -> Worker:
         row = x[index : index + 1]
         buffers = rules.Buffers(row, row.clone(), layout)
-        own = rules.DPSGD(rules.Workers(network, lambda _: rule, buffers, SGD(row, 0.0)))
+        own = rules.DPSGD(rules.Workers(network, lambda _: rule, buffers, SGD(0.0).of(row)))
         return Worker(index, members, rule, own, policy, view, steps)
 
     drawn = scenario.read(values or {}, n, seed)

@@ -509,10 +509,10 @@ def test_a_learning_rule_of_a_script_has_any_local_optimizer_and_many_local_step
     keys = {"local_optimizer": local_optimizer, "local_steps": local_steps}
     c = settings(optimizer="dpsgd", learning="mine", **keys)
     assert local_steps == 1 or local_steps > trials.MOST
-    check_method(c, Network(RING, ALONE))
+    check_method(c, Network(make("ring", 4), ALONE))
     monkeypatch.setitem(LEARNING, "mine", LeaksAtTheEndOfARound)
     with pytest.raises(ValueError, match=LEAK):
-        check_method(c, Network(RING, ALONE))
+        check_method(c, Network(make("ring", 4), ALONE))
 
 
 @pytest.mark.parametrize("name", [*AVERAGING, *AGGREGATIONS, *LEARNING])
