@@ -142,6 +142,19 @@ def test_the_sum_is_conserved_at_all_times(name, gossip):
     assert moved > 1e-3  # the law is empty if no part is ever late
 
 
+@pytest.mark.parametrize("name", ["top-k", "sign", "qsgd"])
+def test_an_edge_whose_first_exchange_one_end_skips_begins_again(name):
+    method, options = EXCHANGES[name]
+    rule, x = averaging.make(method, Layout(SHAPES), **options), start(2, torch.float32)
+    ends = [rule.end(0, 1, x, 1), rule.end(1, 0, x, 1)]
+    for k in range(4):
+        a, b = (end.part(row, k) for end, row in zip(ends, x, strict=True))
+        u = ends[0].exchange(a, b, k, 0.3)
+        if k > 0:
+            assert torch.equal(u, -ends[1].exchange(b, a, k, 0.3))
+            assert u.any() == (k > 1)
+
+
 @pytest.mark.parametrize("name", ["power rank 2", "top-k"])
 def test_the_sum_of_late_exchanges_changes_no_worker(name):
     clock = averaging_clock(start(8, torch.float32), name=name, values=LATE, record=True)
