@@ -140,10 +140,10 @@ def test_a_task_that_does_not_accept_the_settings_of_all_is_left_out(
 
 class OptionalWeight(Half):
     def __init__(self, network: Any, layout: Any, *, weight: float = 0.5) -> None:
-        self._weight = weight
+        self.weight = weight
 
     def step(self, x: Tensor) -> Any:
-        x.lerp_((yield ToAll(x)).mean(1), self._weight)
+        x.lerp_((yield ToAll(x)).mean(1), self.weight)
 
 
 class ScaledMean(Aggregation):
@@ -199,7 +199,7 @@ def test_the_options_of_a_row_of_the_user(
     if registry is AVERAGING:
         found = program.registered(good)
         assert found == {"optimizer": 'own {"weight": 0.25}'}
-        assert AVERAGING[found["optimizer"]](None, None)._weight == 0.25
+        assert AVERAGING[found["optimizer"]](None, None).weight == 0.25
 
 
 @pytest.mark.parametrize("task", ["consensus_random", "text_same"])

@@ -372,7 +372,7 @@ def test_a_clock_resumes_after_each_event(values):
     """Also between events at the same time, such as the resumptions of workers that waited."""
 
     def clock_of(x):
-        return averaging_clock(x, "ring", "plain", "synchronous", values=values)
+        return averaging_clock(x, "ring", "plain", "synchronous", values=values, shapes=[(2,)])
 
     x = start(5, torch.float32, shapes=[(2,)])
     clock = clock_of(x)
