@@ -163,6 +163,8 @@ def settled(worker: Worker, updated: bool | None = None) -> Tensor:
     if updated and not rule.overlapping:
         rule.settle()
     found = rule.x + rule.second if isinstance(rule, rules.A2CiD2) else rule.variables().clone()
+    if isinstance(rule, rules.KGT):  # z is of one round, and a late exchange changes it at one end
+        found = torch.cat([rule.x, state["c"]], 1)
     rule.x.copy_(x)
     rule.load_variables(state)
     return found[0].double()
