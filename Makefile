@@ -91,8 +91,8 @@ test-all: setup trackers trainers release ## all tests, also every case of the l
 fuzz: setup ## random failures, on the virtual clock and in processes; SECONDS=600
 	@$(activate) && export OMP_NUM_THREADS=1 && python -m tests.harness.fuzz --seconds $(SECONDS)
 
-trackers: extras := mlflow,wandb
-trackers: setup ## Weights & Biases and MLflow: test-all leaves their tests out without them
+trackers: extras := wandb
+trackers: setup ## Weights & Biases: test-all leaves its test out without it
 trainers: extras := trainers
 trainers: setup ## accelerate, Lightning and transformers, 190 MB: the same for their examples
 release: extras := release

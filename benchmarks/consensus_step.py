@@ -1,4 +1,4 @@
-"""The CPU time of plain gossip of many workers in one process, beside products of matrices.
+"""The time of plain gossip of many workers in one process, beside products of matrices.
 
     python -m benchmarks.consensus_step
 
@@ -6,13 +6,13 @@ A step of PlainGossip, `W @ x` by scipy (CSR), and by torch (dense, up to 64 wor
 one thread: medians of rounds.
 """
 
-import time
 from collections.abc import Callable
 from statistics import median
 
 import numpy as np
 import torch
 
+from benchmarks.timing import in_turns
 from powergossip import algorithms, topologies
 from powergossip.network import Network, Processes
 
@@ -23,7 +23,7 @@ CASES = (  # workers, elements of a worker, topology
     (64, 100 * 100, "fully-connected"),
     (16, 272_474, "fully-connected"),
 )
-ROUNDS, SECONDS = 7, 0.02  # of a round, at least
+ROUNDS, SECONDS = 7, 2.0
 
 
 def steps(n: int, size: int, topology: str) -> dict[str, Callable[[], object]]:
@@ -41,21 +41,13 @@ def steps(n: int, size: int, topology: str) -> dict[str, Callable[[], object]]:
     return found
 
 
-def milliseconds(step: Callable[[], object]) -> float:
-    began, times = time.process_time(), 0
-    while (passed := time.process_time() - began) < SECONDS:
-        step()
-        times += 1
-    return 1e3 * passed / times
-
-
 def main() -> None:
     torch.set_num_threads(1)
     for case in CASES:
         found = steps(*case)
-        rounds = [{name: milliseconds(found[name]) for name in found} for _ in range(ROUNDS + 1)]
-        medians = {name: median(r[name] for r in rounds[1:]) for name in found}
-        print(*case, *(f"{name} {ms:.3g} ms" for name, ms in medians.items()), sep=", ")
+        times = in_turns(found, ROUNDS, SECONDS, Processes(), torch.device("cpu"))
+        cells = (f"{name} {median(ms):.3g} ms" for name, ms in times.items())
+        print(*case, *cells, sep=", ")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ magnitudes. Both are medians of interleaved rounds. speedup = topk_ms / selectio
 elements.
 """
 
-import json
 from dataclasses import dataclass
 from statistics import median
 
@@ -18,7 +17,7 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from benchmarks.timing import in_turns
+from benchmarks.timing import in_turns, report
 from powergossip.algorithms import dgc
 from powergossip.network import choose_device, processes
 from powergossip.runs import configuration
@@ -61,23 +60,19 @@ def main(arguments: list[str]) -> None:
     functions = {"selection": select, "top-k": sort}
     times = in_turns(functions, c.rounds, c.seconds, comm, device)
     selection_ms, topk_ms = map(median, times.values())
-    if comm.rank == 0:
-        print(
-            json.dumps(
-                {
-                    "size": c.size,
-                    "share": c.share,
-                    "device": device.type,
-                    "threads": torch.get_num_threads(),
-                    "target": selector.target,
-                    "selected": len(found),
-                    "recall": round(recall, 6),
-                    "selection_ms": round(selection_ms, 4),
-                    "topk_ms": round(topk_ms, 4),
-                    "speedup": round(topk_ms / selection_ms, 2),
-                }
-            )
-        )
+    report(
+        comm,
+        size=c.size,
+        share=c.share,
+        device=device.type,
+        threads=torch.get_num_threads(),
+        target=selector.target,
+        selected=len(found),
+        recall=round(recall, 6),
+        selection_ms=round(selection_ms, 4),
+        topk_ms=round(topk_ms, 4),
+        speedup=round(topk_ms / selection_ms, 2),
+    )
 
 
 if __name__ == "__main__":

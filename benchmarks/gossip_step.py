@@ -12,7 +12,6 @@ The workers disagree during these steps. agreed_ms_per_step is the time of worke
 It has neither model nor data, only random tensors with the shapes of a model's parameters.
 """
 
-import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -23,7 +22,7 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from benchmarks.shapes import MODELS
-from benchmarks.timing import BEFORE_THEY_AGREE, in_turns
+from benchmarks.timing import BEFORE_THEY_AGREE, in_turns, report
 from powergossip import algorithms, checks, topologies
 from powergossip.network import Network, Requests, choose_device, processes
 from powergossip.parameters import Layout
@@ -102,27 +101,23 @@ def main(arguments: list[str]) -> None:
     ms_per_step, floor_ms = measure(0.8 * c.seconds, start, step=step, bound=bound)
     common = torch.randn(layout.size, generator=torch.Generator().manual_seed(0)).to(device)
     (agreed_ms,) = measure(0.2 * c.seconds, common.expand_as(x), step=step)
-    if comm.rank == 0:
-        print(
-            json.dumps(
-                {
-                    "algorithm": c.algorithm,
-                    "model": c.model,
-                    "n_workers": n_workers,
-                    "processes": comm.size,
-                    "transport": comm.transport,
-                    "device": device.type,
-                    "rank": options.get("rank"),
-                    "compressor": options.get("compressor"),
-                    "num_iterations": options.get("num_iterations"),
-                    "ms_per_step": round(ms_per_step, 4),
-                    "agreed_ms_per_step": round(agreed_ms, 4),
-                    "floor_ms": round(floor_ms, 4),
-                    "ratio": round(ms_per_step / floor_ms, 2),
-                    "bits_per_step": bits_per_step,
-                }
-            )
-        )
+    report(
+        comm,
+        algorithm=c.algorithm,
+        model=c.model,
+        n_workers=n_workers,
+        processes=comm.size,
+        transport=comm.transport,
+        device=device.type,
+        rank=options.get("rank"),
+        compressor=options.get("compressor"),
+        num_iterations=options.get("num_iterations"),
+        ms_per_step=round(ms_per_step, 4),
+        agreed_ms_per_step=round(agreed_ms, 4),
+        floor_ms=round(floor_ms, 4),
+        ratio=round(ms_per_step / floor_ms, 2),
+        bits_per_step=bits_per_step,
+    )
 
 
 def _lower_bound(network: Network, x: Tensor, algorithm: str, bits: int) -> Callable[[], None]:

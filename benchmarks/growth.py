@@ -25,7 +25,6 @@ import json
 import math
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -37,9 +36,10 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from benchmarks import steps
+from benchmarks.timing import in_turns, peak_memory
 from powergossip import algorithms, checks, prediction, topologies
 from powergossip.formatting import plain
-from powergossip.network import Network
+from powergossip.network import Network, processes
 from powergossip.network.rows import Shared
 from powergossip.parameters import Layout
 from powergossip.runs import configuration, figures
@@ -68,6 +68,7 @@ QUICK: dict[str, Sequence[int]] = {
     "degree": [2, 4],
     "processes": [1],
 }
+ROUNDS = 5  # of measurements of a step
 WORKERS = 8  # of the table of parameters
 NODES = 64  # workers of the table of degrees, and of those whose state is counted
 SIDE = 100  # of the matrix
@@ -111,14 +112,7 @@ def main(arguments: list[str]) -> None:
 
 def table(kind: str, lines: Sequence[Line]) -> str:
     """The lines of one kind as plain text, with the slope of each algorithm at its last size."""
-    header = [
-        "algorithm",
-        _axis(kind),
-        "ms a step",
-        "slope",
-        "bytes a worker",
-        "theory",
-    ]
+    header = ["algorithm", _axis(kind), "ms a step", "slope", "bytes a worker", "theory"]
     rows = []
     for name in dict.fromkeys(line.algorithm for line in lines):
         own = [line for line in lines if line.algorithm == name]
@@ -189,7 +183,6 @@ def of_degree(degree: int, seconds: float) -> list[Line]:
 def of_learning(n: int, seconds: float) -> list[Line]:
     """A step of training, of D-PSGD and of PowerGossip."""
     import train
-    from powergossip.network import processes
     from powergossip.training.config_checks import checked
     from powergossip.training.trainer import Trainer
 
@@ -210,7 +203,7 @@ def of_learning(n: int, seconds: float) -> list[Line]:
             trainer.execution.rule.finish()
             count += 1
 
-        lines.append(Line(name, n, 1e3 * _seconds(step, seconds)))
+        lines.append(Line(name, n, _milliseconds(step, seconds)))
         trainer.close()
     return lines
 
@@ -266,12 +259,12 @@ def one(
     graph = topologies.make(kind, n, options={"degree": int(degree)} if degree else None)
     layout = Layout(tuple(shape) for shape in shapes)
     _averaging(name, topologies.make("ring", 3), Layout([(3, 2)]))[0]()  # libraries are loaded
-    before = _resident()
+    before = peak_memory()
     step, network, averaging, x = _averaging(name, graph, layout)
     step()
     received = float(network.bits.mean()) / 8  # on these graphs as much as is sent
-    ms = 1e3 * _seconds(step, seconds)
-    memory = (_resident() - before) / n  # before state_dict(), which copies
+    ms = _milliseconds(step, seconds)
+    memory = (peak_memory() - before) / n  # before state_dict(), which copies
     few = averaging  # state_dict() copies
     if n > NODES:
         few = _averaging(name, topologies.make(kind, NODES), layout)[2]
@@ -302,25 +295,10 @@ def _averaging(
     return lambda: network.run(averaging.step(x)), network, averaging, x
 
 
-def _seconds(step: Callable[[], object], seconds: float) -> float:
-    """The median time of a step, after two of warm-up."""
-    for _ in range(2):
-        step()
-    times: list[float] = []
-    end = time.perf_counter() + seconds
-    while len(times) < 3 or (time.perf_counter() < end and len(times) < 200):
-        began = time.perf_counter()
-        step()
-        times.append(time.perf_counter() - began)
-    return median(times)
-
-
-def _resident() -> int:
-    """Bytes of this process in memory, its peak so far."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    return 0
+def _milliseconds(step: Callable[[], object], seconds: float) -> float:
+    """The median time of a step."""
+    times = in_turns({"step": step}, ROUNDS, seconds, processes(), torch.device("cpu"))
+    return median(times["step"])
 
 
 if __name__ == "__main__":

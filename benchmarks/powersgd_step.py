@@ -13,7 +13,6 @@ averaging, no update) minus the backward pass alone. They are medians of interle
 The model has a network's parameters only. Its backward pass writes a fixed random gradient.
 """
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
@@ -26,7 +25,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.shapes import Shapes, resnet50
-from benchmarks.timing import in_turns
+from benchmarks.timing import in_turns, report
 from powergossip import checks
 from powergossip.network import processes, torch_group
 from powergossip.optimizers import Config as PowerSGDConfig
@@ -122,23 +121,19 @@ def main(arguments: list[str]) -> None:
         "all_reduce_ms": distributed(False),
     }
     times = in_turns(functions, config.rounds, SECONDS, comm, torch.device("cpu"))
-    if comm.rank == 0:
-        found = {name: median(of_function) for name, of_function in times.items()}
-        beyond = {n: found[n] - found["backward_ms"] for n in list(functions)[1:]}
-        print(
-            json.dumps(
-                {
-                    "model": config.model,
-                    "numbers": sum(p.numel() for p in module.parameters()),
-                    "rank": config.rank,
-                    "processes": comm.size,
-                    "backward_ms": round(found["backward_ms"], 1),
-                    **{name: round(value, 1) for name, value in beyond.items()},
-                    "ratio": round(beyond["ours_ms"] / beyond["hook_ms"], 3),
-                    "compression_rate": round(powersgd.compression_rate, 1),
-                }
-            )
-        )
+    found = {name: median(of_function) for name, of_function in times.items()}
+    beyond = {n: found[n] - found["backward_ms"] for n in list(functions)[1:]}
+    report(
+        comm,
+        model=config.model,
+        numbers=sum(p.numel() for p in module.parameters()),
+        rank=config.rank,
+        processes=comm.size,
+        backward_ms=round(found["backward_ms"], 1),
+        **{name: round(value, 1) for name, value in beyond.items()},
+        ratio=round(beyond["ours_ms"] / beyond["hook_ms"], 3),
+        compression_rate=round(powersgd.compression_rate, 1),
+    )
 
 
 if __name__ == "__main__":

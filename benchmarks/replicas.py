@@ -51,6 +51,7 @@ def measure(row: str, parameters: float, steps: int) -> dict[str, float]:
     from torch.distributed.fsdp import fully_shard
     from torch.nn import functional
 
+    from benchmarks.timing import peak_memory
     from powergossip.optimizers import GossipOptimizer
     from powergossip.tasks.language_models import GPT
 
@@ -95,7 +96,7 @@ def measure(row: str, parameters: float, steps: int) -> dict[str, float]:
     dist.all_reduce(sent, group=mesh["shard"].get_group())
     if row == "HSDP":
         sent[:] = steps * 2 * (REPLICAS - 1) / REPLICAS * 32 * count
-    peak = torch.tensor(_peak())
+    peak = torch.tensor(float(peak_memory()))
     dist.all_reduce(peak, dist.ReduceOp.MAX)
     dist.barrier()
     return {
@@ -105,12 +106,6 @@ def measure(row: str, parameters: float, steps: int) -> dict[str, float]:
         "bits": float(sent) / steps,
         "peak": float(peak),
     }
-
-
-def _peak() -> float:
-    """Bytes of the largest resident memory of this process."""
-    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in x)
-    return 1024.0 * int(line.split()[1])
 
 
 def run(row: str, options: argparse.Namespace) -> dict[str, float]:

@@ -1,7 +1,9 @@
 """Times of functions that take turns, so that other load on the machine affects all of them."""
 
+import json
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import torch
 
@@ -76,3 +78,15 @@ def alone(
             torch.cuda.synchronize()
         elapsed = 1e3 * (time.perf_counter() - start) / count
     return float(processes.broadcast(elapsed if processes.rank == 0 else 0.0))
+
+
+def report(comm: Processes, /, **values: object) -> None:
+    """Print a JSON line in process 0."""
+    if comm.rank == 0:
+        print(json.dumps(values))
+
+
+def peak_memory() -> int:
+    """Bytes of the largest resident memory of this process."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))

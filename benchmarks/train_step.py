@@ -18,12 +18,11 @@ With enough cores, overlapping_ms is close to the larger of compute_ms and avera
 processes share cores and memory, moving a message is computation too, and nothing is hidden.
 """
 
-import json
 from collections.abc import Callable
 from statistics import median
 
 import train
-from benchmarks.timing import alone, in_turns
+from benchmarks.timing import alone, in_turns, report
 from powergossip import algorithms
 from powergossip.algorithms.learning import Workers
 from powergossip.network import processes
@@ -96,30 +95,24 @@ def main(arguments: list[str]) -> None:
         before=lambda: parameters.x.copy_(start),
     )
     of_gradient += [alone(gradient, comm, trainer.network.device) for _ in range(ALONE)]
-    if comm.rank == 0:
-        gradient_ms = median(of_gradient)
-        bound_ms = gradient_ms * comm.local_size / min(comm.local_size, len(cores()))
-        medians = {name: round(median(of_function), 3) for name, of_function in times.items()}
-        print(
-            json.dumps(
-                {
-                    "task": c.task,
-                    "model": c.task_architecture,
-                    "optimizer": c.optimizer,
-                    "batch_size": c.batch_size,
-                    "n_workers": c.n_workers,
-                    "processes": comm.size,
-                    **medians,
-                    "gradient_ms": round(gradient_ms, 3),
-                    "bound_ms": round(bound_ms, 3),
-                    "ratio": round(medians["overlapping_ms"] / bound_ms, 3),
-                    "data_share": round(medians["data_ms"] / medians["sequential_ms"], 4),
-                    "averaging_share": round(
-                        1 - medians["compute_ms"] / medians["sequential_ms"], 4
-                    ),
-                }
-            )
-        )
+    gradient_ms = median(of_gradient)
+    bound_ms = gradient_ms * comm.local_size / min(comm.local_size, len(cores()))
+    medians = {name: round(median(of_function), 3) for name, of_function in times.items()}
+    report(
+        comm,
+        task=c.task,
+        model=c.task_architecture,
+        optimizer=c.optimizer,
+        batch_size=c.batch_size,
+        n_workers=c.n_workers,
+        processes=comm.size,
+        **medians,
+        gradient_ms=round(gradient_ms, 3),
+        bound_ms=round(bound_ms, 3),
+        ratio=round(medians["overlapping_ms"] / bound_ms, 3),
+        data_share=round(medians["data_ms"] / medians["sequential_ms"], 4),
+        averaging_share=round(1 - medians["compute_ms"] / medians["sequential_ms"], 4),
+    )
 
 
 if __name__ == "__main__":

@@ -66,7 +66,7 @@ sphinx_gallery_conf = {
 
 html_theme = "pydata_sphinx_theme"
 html_title = f"{project} {version}"
-html_static_path = ["_static", str(page.SORT)]
+html_static_path = ["_static"]
 html_css_files = ["katex/katex.min.css", "site.css"]
 html_js_files = ["katex/katex.min.js", "equations.js", "sort.js"]
 html_math_renderer = "katex"

@@ -113,7 +113,7 @@ if ! works || { [ -n "${PYTHON:-}" ] && [ "$(identity "$PYTHON")" != "$(identity
 fi
 
 # ── Packages ────────────────────────────────────────────────────────────────────────────────────────
-extras=test,style,docs,tensorboard,compare
+extras=test,style,docs,tensorboard
 [ "${MINIMAL:-}" = 1 ] || extras=$extras,data,faces,tokenizers
 pip_install() { quietly "$venv/bin/python" -m pip install --quiet -c environment/constraints.txt "$@"; }
 no_packages="pip could not install the packages (see above); check the network or pip's settings and run this again"

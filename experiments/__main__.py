@@ -20,7 +20,7 @@ from itertools import chain
 from pathlib import Path
 
 from experiments import EXPERIMENTS, results
-from powergossip import checks
+from powergossip import checks, command_line
 from powergossip.errors import BadInput
 from powergossip.runner.launchers import LAUNCHERS
 from powergossip.runner.runner import (
@@ -35,13 +35,9 @@ from powergossip.runner.runner import (
 JOBS = 64  # default limit of concurrent Slurm jobs
 
 
-def main(arguments: list[str]) -> None:
+def main(arguments: Sequence[str]) -> None:
     """Carry out a command line. Raises BadInput; exits with 1 if a run failed."""
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line.parser("python -m experiments", __doc__ or "")
     parser.add_argument("command", choices=["list", "run", "status", "report"])
     parser.add_argument("name", nargs="?", help="an experiment")
     parser.add_argument(
@@ -50,7 +46,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--launcher", default="mpirun", help=", ".join(LAUNCHERS))
     parser.add_argument("--dry-run", action="store_true", help="print the commands only")
     parser.add_argument("--publish", action="store_true", help="copy the report to docs/results")
-    options = parser.parse_args(arguments)
+    options = command_line.parsed(parser, arguments)
     if options.command == "list":
         width = max(map(len, EXPERIMENTS)) + 2
         for name, experiment in EXPERIMENTS.items():
@@ -77,9 +73,11 @@ def main(arguments: list[str]) -> None:
             for run in runs:
                 print(f"{folder.state(run):<7}{shlex.join(run.command)}")
     else:
-        with folder.claimed():
-            failed = carry_out(experiment, folder, cores, options.launcher)
-        _print_others(experiment, folder)
+        try:
+            with folder.claimed():
+                failed = carry_out(experiment, folder, cores, options.launcher)
+        except Terminated:
+            sys.exit(128 + signal.SIGTERM)
         if failed:
             print(f"{len(failed)} runs failed; run again to repeat them", file=sys.stderr)
             sys.exit(1)
@@ -129,15 +127,6 @@ def print_status(experiment: Experiment, folder: Folder) -> None:
         for run, state in zip(runs, states, strict=True):
             if state == "failed":
                 print(f"  failed: {folder.of(run) / 'log.txt'}")
-    _print_others(experiment, folder)
-
-
-def _print_others(experiment: Experiment, folder: Folder) -> None:
-    others = folder.others(experiment)
-    if others:
-        print("kept but not used, since the experiment no longer has these runs:")
-    for path, differing in others:
-        print(f"  {path}: {', '.join(differing)}")
 
 
 def _report(name: str, experiment: Experiment, folder: Folder) -> None:
@@ -154,12 +143,4 @@ def _report(name: str, experiment: Experiment, folder: Folder) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except BadInput as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except Terminated:
-        sys.exit(128 + signal.SIGTERM)
-    except KeyboardInterrupt:
-        sys.exit(128 + signal.SIGINT)
+    command_line.run(main)

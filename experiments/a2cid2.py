@@ -5,7 +5,6 @@ distribution, on the virtual clock. Each method has the learning rate whose mean
 on held-out training data, in all epochs.
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from experiments.failing_workers import FAILING
@@ -20,7 +19,7 @@ from experiments.study import (
     tuned,
 )
 from experiments.tuned_methods import listed
-from powergossip.formatting import counted, spread
+from powergossip.formatting import spread
 from powergossip.runner.runner import Experiment, Values
 
 VALUES: Values = FAILING | {
@@ -38,41 +37,34 @@ METHODS: dict[str, Values] = {
 RATES = (0.005, 0.01, 0.02, 0.05, 0.1)
 
 
-def experiment(
-    values: Values = VALUES, rates: Sequence[float] = RATES, seeds: Sequence[int] = SEEDS
-) -> Experiment:
+def experiment() -> Experiment:
     """Accuracy and consensus distance: runs that choose the learning rate, and those compared."""
-    title = "asynchronous D-PSGD with and without the second copy of A²CiD²"
     methods = {(name,): of_method for name, of_method in METHODS.items()}
-    settings: list[Values] = [{"learning_rate": rate} for rate in rates]
-
-    def report(outcomes: Outcomes, folder: Path) -> str:
-        note = (
-            f"Mean ± standard deviation of {counted(len(seeds), 'seed')}, "
-            f"after {counted(values['num_epochs'], 'epoch')} of {values['n_workers']} workers on a "
-            f"ring, on the virtual clock. Learning rates are the best of {listed(rates)} for the "
-            f"mean model on {VALIDATION_RATIO:.0%} of the training data, held out."
-        )
-        columns: Columns = {
-            **quality("accuracy"),
-            "consensus distance": lambda o: spread(
-                o.last("consensus_distance", type="params_only"), 3
-            ),
-            "messages sent": lambda o: f"{o.largest('messages'):.0f}",  # by worker 0
-            "learning rate": lambda o: f"{o.values['learning_rate']:g}",
-        }
-        found = lines(outcomes, ["method"], columns)
-        return f"{note}\n\n{table(folder / 'table.csv', found)}"
-
+    settings: list[Values] = [{"learning_rate": rate} for rate in RATES]
     return tuned(
-        title,
-        values,
+        "asynchronous D-PSGD with and without the second copy of A²CiD²",
+        VALUES,
         ["method"],
         methods,
         dict.fromkeys(methods, settings),
         few_epochs={},
         promoted=lambda ranked: ranked[:1],
         measure="accuracy",
-        seeds=seeds,
-        report=report,
+        report=_report,
     )
+
+
+def _report(outcomes: Outcomes, folder: Path) -> str:
+    note = (
+        f"Mean ± standard deviation of {len(SEEDS)} seeds, after {VALUES['num_epochs']} epochs of "
+        f"{VALUES['n_workers']} workers on a ring, on the virtual clock. Learning rates are the "
+        f"best of {listed(RATES)} for the mean model on {VALIDATION_RATIO:.0%} of the training "
+        "data, held out."
+    )
+    columns: Columns = {
+        **quality("accuracy"),
+        "consensus distance": lambda o: spread(o.last("consensus_distance", type="params_only"), 3),
+        "messages sent": lambda o: f"{o.largest('messages'):.0f}",  # by worker 0
+        "learning rate": lambda o: f"{o.values['learning_rate']:g}",
+    }
+    return f"{note}\n\n{table(folder / 'table.csv', lines(outcomes, ['method'], columns))}"

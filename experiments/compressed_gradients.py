@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from experiments.study import (
     SEEDS,
+    STEP,
     Axes,
     Cases,
     Outcome,
@@ -21,7 +22,6 @@ from experiments.study import (
     study,
     table,
 )
-from experiments.tuned_methods import STEP
 from powergossip.formatting import spread
 from powergossip.runner.runner import Experiment, Values
 from powergossip.runs.metrics import last_rows

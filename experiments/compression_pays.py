@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from experiments.compressed_gradients import METHODS as GRADIENTS
-from experiments.study import Axes, Outcomes, Table, grid, study, table
+from experiments.study import Axes, Outcomes, Table, grid, step_bits, step_phases, study, table
 from experiments.tuned_methods import METHODS as GOSSIP
-from experiments.tuned_methods import STEP
 from powergossip.runner.runner import Experiment, Values
 from powergossip.runs import figures
 from powergossip.runs.metrics import select_rows
@@ -82,8 +81,11 @@ def experiment() -> Experiment:
 def report(outcomes: Outcomes, folder: Path) -> str:
     """Two tables and a picture."""
     rows = {case: outcome.rows[0] for case, outcome in outcomes.items()}
-    measured = {(m, rate): _seconds(rows[m, rate]) for m in METHODS for rate in RATES}
-    sent = {method: _bytes(rows[method, "none"]) for method in METHODS}
+    measured = {
+        (m, rate): sum(step_phases(rows[m, rate]).values()) for m in METHODS for rate in RATES
+    }
+    sent = {method: step_bits(rows[method, "none"]) / 8 for method in METHODS}
+    parameters = round(sent["D-PSGD"] / 8)  # four bytes each, to two neighbors
     predicted = {
         (method, rate): measured[method, "none"] + 8 * sent[method] / (bits * CONTENT)
         for method in METHODS
@@ -97,7 +99,7 @@ def report(outcomes: Outcomes, folder: Path) -> str:
     return "\n\n".join(
         [
             "Four hosts on a ring, an LSTM of "
-            f"{_parameters(rows['D-PSGD', 'none']):,} parameters, Python's reference texts. "
+            f"{parameters:,} parameters, Python's reference texts. "
             "Seconds per step and, in brackets, the prediction: bytes sent ÷ rate + the time of a "
             "step on unlimited links.",
             table(folder / "steps.csv", _table_of_steps(measured, predicted, sent)),
@@ -155,24 +157,6 @@ def _figure(
     }
     x = "rate of a link (Mbit/s)"
     figures.curves(panels, folder / "figure.svg", x, "seconds per step", log_x=True, log_y=True)
-
-
-def _seconds(rows: "DataFrame") -> float:
-    """Seconds of a step after the first epoch, without evaluation and checkpoints."""
-    phases = rows[(rows["name"] == "phase_seconds") & rows["phase"].isin(STEP)]
-    by_epoch = phases.groupby("epoch")["value"].sum()
-    return float(by_epoch[EPOCHS] - by_epoch[1]) / (STEPS * (EPOCHS - 1))
-
-
-def _bytes(rows: "DataFrame") -> float:
-    """Bytes that a worker sends in a step after the first epoch."""
-    bits = rows[rows["name"] == "phase_seconds"].groupby("epoch")["bits"].max()
-    return float(bits[EPOCHS] - bits[1]) / (STEPS * (EPOCHS - 1)) / 8
-
-
-def _parameters(rows: "DataFrame") -> int:
-    """Parameters of the model. D-PSGD sends them, four bytes each, to two neighbors."""
-    return round(_bytes(rows) / 8)
 
 
 def _steps_to(rows: "DataFrame", target: float) -> float:

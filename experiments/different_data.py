@@ -72,7 +72,6 @@ def experiment(
     measure: str = "accuracy",
     rates: Sequence[float] = RATES,
     tuning_epochs: int = 2,
-    seeds: Sequence[int] = SEEDS,
 ) -> Experiment:
     """An experiment of three stages, see the module.
 
@@ -92,7 +91,7 @@ def experiment(
     def report(outcomes: Outcomes, folder: Path) -> str:
         draw_by_size(outcomes, measure, folder / "figure.svg")
         note = (
-            f"Mean ± standard deviation of {counted(len(seeds), 'seed')}. "
+            f"Mean ± standard deviation of {len(SEEDS)} seeds. "
             f"Each method has momentum {MOMENTUM:g} and the best of the learning rates "
             f"{listed(rates)}: they are compared after {counted(tuning_epochs, 'epoch')}, then the "
             f"best and the next smaller one after {values['num_epochs']} epochs, on "
@@ -109,7 +108,7 @@ def experiment(
                 **size(outcomes[PLAIN]),
             },
             {"learning rate": lambda o: f"{o.values['learning_rate']:g}"},
-            lambda o: f"{n} of {len(o.runs)} diverged" if (n := o.diverged(measure)) else "",
+            lambda o: o.divergence(measure),
         )
         return f"{note}\n\n![{measure} against megabytes](figure.svg)\n\n" + table(
             folder / "table.csv", found
@@ -124,7 +123,6 @@ def experiment(
         {"num_epochs": tuning_epochs},
         promoted,
         measure,
-        seeds,
         report,
     )
 

@@ -10,18 +10,13 @@ distribution. All methods have the same learning rate and momentum, which are no
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from experiments.study import SEEDS, Axes, Outcome, Outcomes, crossed, grid, study, table
+from experiments.study import SEEDS, Axes, Curve, Outcome, Outcomes, crossed, grid, study, table
 from experiments.tuned_methods import FASHION_MNIST
 from powergossip.formatting import counted, spread
 from powergossip.runner.runner import Experiment, Values
 from powergossip.runs import figures
 from powergossip.runs.metrics import select_rows
-
-if TYPE_CHECKING:
-    from pandas import DataFrame
-
 
 FAILING: Values = FASHION_MNIST | {
     "n_workers": 16,
@@ -44,38 +39,24 @@ def _lost(fraction: float, ends: str) -> str:
     return f"{100 * fraction:g} %, {'both ends' if ends == 'both' else 'one end'}"
 
 
-_SLOW: Values = {"momentum": 0.9, "learning_rate": 0.02}
 _POWER: Values = {"optimizer": "power-gossip", "optimizer_num_iterations": 8}
+_PLAIN: Values = {"optimizer": "dpsgd"}
+_PUSH_SUM: Values = {"optimizer": "push-sum"}
 METHODS: dict[str, Values] = {
-    "D-PSGD": {"optimizer": "dpsgd", **_SLOW},
-    "quasi-global momentum": {
-        "optimizer": "dpsgd",
-        "learning": "quasi-global-momentum",
-        **_SLOW,
-    },
-    "exact diffusion": {"optimizer": "dpsgd", "learning": "exact-diffusion", **_SLOW},
-    "gradient tracking": {
-        "optimizer": "dpsgd",
-        "learning": "gradient-tracking",
-        "overlapping": False,
-        **_SLOW,
-    },
-    "CHOCO, sign": {"optimizer": "choco", **_SLOW},
-    "PowerGossip, 8 iterations": {**_POWER, **_SLOW},
-    "PowerGossip, 8 iterations, random directions": {
-        **_POWER,
-        "optimizer_warm_start": False,
-        **_SLOW,
-    },
-    "PowerGossip, exact diffusion": {**_POWER, "learning": "exact-diffusion", **_SLOW},
-    "push-sum": {"optimizer": "push-sum", **_SLOW},
-    "push-sum, running sums": {"optimizer": "push-sum", "optimizer_running_sums": True, **_SLOW},
-    "RelaySGD, chain": {
-        "optimizer": "dpsgd",
-        "learning": "relay-sgd",
-        "topology": "chain",
-        **_SLOW,
-    },
+    method: {**values, "momentum": 0.9, "learning_rate": 0.02}
+    for method, values in {
+        "D-PSGD": _PLAIN,
+        "quasi-global momentum": _PLAIN | {"learning": "quasi-global-momentum"},
+        "exact diffusion": _PLAIN | {"learning": "exact-diffusion"},
+        "gradient tracking": _PLAIN | {"learning": "gradient-tracking", "overlapping": False},
+        "CHOCO, sign": {"optimizer": "choco"},
+        "PowerGossip, 8 iterations": _POWER,
+        "PowerGossip, 8 iterations, random directions": _POWER | {"optimizer_warm_start": False},
+        "PowerGossip, exact diffusion": _POWER | {"learning": "exact-diffusion"},
+        "push-sum": _PUSH_SUM,
+        "push-sum, running sums": _PUSH_SUM | {"optimizer_running_sums": True},
+        "RelaySGD, chain": _PLAIN | {"learning": "relay-sgd", "topology": "chain"},
+    }.items()
 }
 FRACTIONS = (0.01, 0.1)
 ENDS = ("both", "one")
@@ -90,12 +71,11 @@ POLICIES: dict[str, Values] = {
     "bounded, 4": {"gossip": "bounded", "max_delay": 4},
     "asynchronous": {"gossip": "asynchronous"},
 }
-OF_LATE = ("D-PSGD", "CHOCO, sign", "PowerGossip, 8 iterations", "exact diffusion")
-OF_CHURN = ("D-PSGD", "PowerGossip, 8 iterations", "CHOCO, sign", "exact diffusion")
-CHURN = {"a quarter dies": 0.25, "nobody dies": 0.0}
+CHOSEN = ("D-PSGD", "CHOCO, sign", "PowerGossip, 8 iterations", "exact diffusion")
+CHURNING = ("D-PSGD", "PowerGossip, 8 iterations", "CHOCO, sign", "exact diffusion")
 
 
-def message_loss(values: Values = LOSING, seeds: Sequence[int] = SEEDS[:1]) -> Experiment:
+def message_loss() -> Experiment:
     """Accuracy with lost messages."""
     columns = {
         column: {"scenario": {} if loss is None else {"loss": loss}}
@@ -114,14 +94,12 @@ def message_loss(values: Values = LOSING, seeds: Sequence[int] = SEEDS[:1]) -> E
         figures.curves(panels, path, "messages lost (%)", "accuracy of the mean model (%)")
 
     title = "accuracy with lost messages, at one end or at both ends of an exchange"
-    return _experiment(title, values, tuple(METHODS), columns, seeds, draw)
+    return _experiment(title, LOSING, tuple(METHODS), columns, SEEDS[:1], draw)
 
 
-def late_exchanges(
-    values: Values = FAILING, seeds: Sequence[int] = SEEDS[:2], late: Values = LATE
-) -> Experiment:
+def late_exchanges() -> Experiment:
     """Accuracy against virtual time with a slow worker and late exchanges."""
-    columns = {policy: {"scenario": late, **more} for policy, more in POLICIES.items()}
+    columns = {policy: {"scenario": LATE, **more} for policy, more in POLICIES.items()}
 
     def draw(outcomes: Outcomes, path: Path) -> None:
         panels = _curves(outcomes, "seconds")
@@ -131,31 +109,27 @@ def late_exchanges(
         return f"{_accuracy(outcome)} ({float(outcome.rows[0]['seconds'].max()):.0f} s)"
 
     title = "accuracy against virtual time: a worker is 4 times slower, 10 % of exchanges are late"
-    return _experiment(title, values, OF_LATE, columns, seeds, draw, with_seconds)
+    return _experiment(title, FAILING, CHOSEN, columns, SEEDS[:2], draw, with_seconds)
 
 
-def churn(
-    values: Values = FAILING,
-    seeds: Sequence[int] = SEEDS,
-    first: float = STEPS,
-    last: float = 4 * STEPS,
-) -> Experiment:
+def churn() -> Experiment:
     """Accuracy while a quarter of the workers die between two virtual times."""
-    columns: dict[str, Values] = {}
-    for name, fraction in CHURN.items():
-        deaths = {"fraction": fraction, "from": first, "until": last}
-        columns[name] = {"scenario": {"deaths": deaths, "detection": 1.0} if fraction else {}}
+    deaths = {"fraction": 0.25, "from": STEPS, "until": 4 * STEPS}
+    columns: dict[str, Values] = {
+        "a quarter dies": {"scenario": {"deaths": deaths, "detection": 1.0}},
+        "nobody dies": {"scenario": {}},
+    }
 
     def draw(outcomes: Outcomes, path: Path) -> None:
         panels = _curves(outcomes, "epoch")
-        rows = outcomes[OF_CHURN[0], "a quarter dies"].rows[0]
+        rows = outcomes[CHOSEN[0], "a quarter dies"].rows[0]
         alive = rows[rows["name"] == "workers"]
         curve = (alive["epoch"].tolist(), alive["value"].tolist())
         panels["workers alive, first seed"] = {"workers": curve}
         figures.curves(panels, path, "epoch", "accuracy of the mean model")
 
     title = "accuracy while a quarter of the workers die"
-    return _experiment(title, values, OF_CHURN, columns, seeds, draw)
+    return _experiment(title, FAILING, CHURNING, columns, SEEDS, draw)
 
 
 def _experiment(
@@ -195,15 +169,11 @@ def _accuracy(outcome: Outcome) -> str:
 def _accuracies(outcome: Outcome) -> list[float | None]:
     """The measure of the mean model at the end, None for a run that diverged."""
     found: list[float | None] = []
-    for rows in map(_tested, outcome.rows):
-        ended = len(rows) and rows["epoch"].max() == outcome.values["num_epochs"]
-        found.append(float(rows["value"].iloc[-1]) if ended else None)
+    for rows in outcome.rows:
+        tested = select_rows(rows, "accuracy", split="test_avg")
+        ended = len(tested) and tested["epoch"].max() == outcome.values["num_epochs"]
+        found.append(float(tested["value"].iloc[-1]) if ended else None)
     return found
-
-
-def _tested(rows: "DataFrame") -> "DataFrame":
-    """Rows of evaluations. A run that diverged before the first one has none."""
-    return select_rows(rows, "accuracy", split="test_avg")
 
 
 def _mean(values: Sequence[float | None]) -> float:
@@ -211,13 +181,9 @@ def _mean(values: Sequence[float | None]) -> float:
     return sum(0.1 if value is None else value for value in values) / len(values)
 
 
-def _curves(outcomes: Outcomes, x: str) -> dict[str, dict[str, tuple[list[float], list[float]]]]:
-    """x and accuracies by epoch, means over the seeds, by method and column."""
-    import pandas as pd
-
-    panels: dict[str, dict[str, tuple[list[float], list[float]]]] = {}
+def _curves(outcomes: Outcomes, x: str) -> dict[str, dict[str, Curve]]:
+    """A column and accuracies, by method and column of the table."""
+    panels: dict[str, dict[str, Curve]] = {}
     for (method, column), outcome in outcomes.items():
-        rows = pd.concat([_tested(rows) for rows in outcome.rows])
-        means = rows.groupby("epoch")[["seconds", "value"]].mean().reset_index()
-        panels.setdefault(method, {})[column] = means[x].tolist(), means["value"].tolist()
+        panels.setdefault(method, {})[column] = outcome.curve("accuracy", x)
     return panels

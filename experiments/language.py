@@ -22,6 +22,7 @@ from experiments.study import (
     Case,
     Cases,
     Columns,
+    Curve,
     Outcome,
     Outcomes,
     crossed,
@@ -33,10 +34,8 @@ from experiments.study import (
     table,
 )
 from experiments.tuned_methods import listed
-from powergossip.formatting import counted
 from powergossip.runner.runner import Experiment, Run, Values, sentence_case
 from powergossip.runs import figures
-from powergossip.runs.metrics import select_rows
 
 MEASURE = "bits_per_byte"
 ROUND = 30  # local steps of a round
@@ -122,100 +121,71 @@ VARIANTS: Mapping[str, tuple[Sequence[str], Values]] = {
 }
 
 
-def experiment(
-    values: Values = GPT,
-    methods: Mapping[str, Values] = METHODS,
-    rates: Sequence[float] = RATES,
-    seeds: Sequence[int] = SEEDS,
-    others: int = OTHERS,
-) -> Experiment:
-    """An experiment of two stages, see the module. Cases are (data, method, stage or variant).
-
-    Args:
-        methods: Methods to compare, those of `ALWAYS` among them.
-        others: Methods of the second stage beside `ALWAYS`.
-    """
-    title = "a language model in rounds of local steps: bits per byte and bits sent"
+def experiment() -> Experiment:
+    """An experiment of two stages, see the module. Cases are (data, method, stage or variant)."""
 
     def run(case: Case, rate: float, *further: Values) -> Run:
         data, method, _ = case
-        of_method = methods[method]
-        optimizer = {} if "local_optimizer" in of_method else ADAMW
-        parts = (values, optimizer, of_method, DATA[data], {"learning_rate": rate}, *further)
+        optimizer = {} if "local_optimizer" in METHODS[method] else ADAMW
+        parts = (GPT, optimizer, METHODS[method], DATA[data], {"learning_rate": rate}, *further)
         of_run = {key: value for part in parts for key, value in part.items()}
         return Run("train", of_run, dict(zip(("data", "method", "of"), case, strict=True)))
 
     first_stage = TUNING | {"num_epochs": FIRST_EPOCHS, "evaluation_interval": FIRST_EPOCHS}
     all_steps = {"num_epochs": EPOCHS, "evaluation_interval": 1}
-
-    def first() -> Cases:
-        cases = [(data, method, FIRST) for data in DATA for method in methods]
-        return {case: [run(case, rate, first_stage) for rate in rates] for case in cases}
+    first = [(data, method, FIRST) for data in DATA for method in METHODS]
 
     def second(outcomes: Outcomes) -> Cases:
         scores = {
             case: [score(rows, MEASURE, "valid_avg") for rows in outcome.rows]
             for case, outcome in outcomes.items()
         }
-        cases = {
-            case: [outcomes[case].runs[of_case.index(max(of_case))]]
-            for case, of_case in scores.items()
-        }
-
-        def best(data: str, method: str) -> float:
-            return float(cases[data, method, FIRST][0].values["learning_rate"])
-
+        best = {case: of_case.index(max(of_case)) for case, of_case in scores.items()}
+        cases = {case: [outcomes[case].runs[index]] for case, index in best.items()}
         for data in DATA:
-            ranked = sorted(methods, key=lambda method: max(scores[data, method, FIRST]))
-            chosen = [method for method in ranked if method not in ALWAYS][-others:]
-            for method in methods:
-                rate = best(data, method)
+            ranked = sorted(METHODS, key=lambda method: max(scores[data, method, FIRST]))
+            chosen = [method for method in ranked if method not in ALWAYS][-OTHERS:]
+            for method in METHODS:
                 if method in (*ALWAYS, *chosen):
-                    case = (data, method, FINAL)
-                    cases[case] = [run(case, rate, all_steps, {"seed": seed}) for seed in seeds]
+                    case, rate = (data, method, FINAL), RATES[best[data, method, FIRST]]
+                    cases[case] = [run(case, rate, all_steps, {"seed": seed}) for seed in SEEDS]
         for variant, (some, further) in VARIANTS.items():
             for method in some:
-                rate, case = best(SAME, method), (SAME, method, variant)
-                cases[case] = [run(case, rate, all_steps | further, {"seed": seeds[0]})]
+                case, rate = (SAME, method, variant), RATES[best[SAME, method, FIRST]]
+                cases[case] = [run(case, rate, all_steps | further, {"seed": SEEDS[0]})]
         return cases
 
-    def report(outcomes: Outcomes, folder: Path) -> str:
-        return _report(outcomes, folder, values, rates, seeds)
+    title = "a language model in rounds of local steps: bits per byte and bits sent"
+    cases = {case: [run(case, rate, first_stage) for rate in RATES] for case in first}
+    return study(title, cases, _report, second)
 
-    return study(title, first(), report, second)
 
-
-def _report(
-    outcomes: Outcomes,
-    folder: Path,
-    values: Values,
-    rates: Sequence[float],
-    seeds: Sequence[int],
-) -> str:
-    steps, of_epoch = EPOCHS * STEPS_PER_EPOCH, values["n_workers"] * values["batch_size"]
-    tokens = steps * of_epoch * values["task_options"]["sequence_length"]
+def _report(outcomes: Outcomes, folder: Path) -> str:
+    steps, of_epoch = EPOCHS * STEPS_PER_EPOCH, GPT["n_workers"] * GPT["batch_size"]
+    tokens = steps * of_epoch * GPT["task_options"]["sequence_length"]
     parts = [
-        f"{values['n_workers']} workers, {steps} steps with {tokens / 1e6:.1f} million "
+        f"{GPT['n_workers']} workers, {steps} steps with {tokens / 1e6:.1f} million "
         f"tokens in total, rounds of {ROUND} steps. Mean ± standard "
-        f"deviation of {counted(len(seeds), 'seed')}. The learning rate at the end of the warm-up "
-        f"is the best of {listed([10 * rate for rate in rates])} after "
+        f"deviation of {len(SEEDS)} seeds. The learning rate at the end of the warm-up "
+        f"is the best of {listed([10 * rate for rate in RATES])} after "
         f"{FIRST_EPOCHS * STEPS_PER_EPOCH} steps, on {VALIDATION_RATIO:.0%} of the documents, held "
         "out, with a seed of its own.",
         "![bits per byte against megabytes](figure.svg)",
     ]
-    plain = {case[0]: o for case, o in outcomes.items() if case[1:] == (ALL_REDUCE, FINAL)}
-    curves = {}
+    plain = {data: outcomes[data, ALL_REDUCE, FINAL] for data in DATA}
+    curves: dict[str, dict[str, Curve]] = {}
     for data in DATA:
         of_data = {(m,): o for (d, m, of), o in outcomes.items() if (d, of) == (data, FINAL)}
         file = folder / f"{data.replace(' ', '-')}.csv"
         parts += [f"## {sentence_case(data)}", _table(file, of_data, plain[data])]
-        curves[data] = {method: _curve(outcome) for (method,), outcome in of_data.items()}
+        for (method,), outcome in of_data.items():
+            bits, values = outcome.curve(MEASURE, "bits")
+            curves.setdefault(data, {})[method] = [b / 8e6 for b in bits], values
     parts += ["## Other rounds", "The same data, one seed."]
     for variant, (chosen, _) in VARIANTS.items():
         of_variant = {(method,): outcomes[SAME, method, variant] for method in chosen}
-        against = of_variant.get((ALL_REDUCE,), plain[SAME])
         file = folder / f"{variant.replace(' ', '-')}.csv"
-        parts += [f"{sentence_case(variant)}:", _table(file, of_variant, against)]
+        parts += [f"{sentence_case(variant)}:", _table(file, of_variant, plain[SAME])]
     figures.curves(
         curves, folder / "figure.svg", "sent by a worker (MB)", "bits per byte", log_x=True
     )
@@ -239,31 +209,16 @@ def _rate(outcome: Outcome) -> str:
 
 
 def diverged(outcome: Outcome) -> str:
-    """The number of runs that diverged, or ""."""
-    n = outcome.diverged(MEASURE)
-    return f"{n} of {len(outcome.runs)} diverged" if n else ""
-
-
-def _mean(outcome: Outcome) -> float:
-    values = outcome.last(MEASURE, split="test_avg")
-    return sum(values) / len(values)
+    return outcome.divergence(MEASURE)
 
 
 def more_than(plain: Outcome) -> Columns:
     """A column of the bits per byte relative to an outcome."""
-    return {"more than all-reduce": lambda o: f"{100 * (_mean(o) / _mean(plain) - 1):.1f} %"}
+    mean = plain.mean(MEASURE)
+    return {"more than all-reduce": lambda o: f"{100 * (o.mean(MEASURE) / mean - 1):.1f} %"}
 
 
 def _held_out(outcome: Outcome) -> str:
     if outcome.diverged(MEASURE, "valid_avg"):
         return "diverged"
     return f"{outcome.last(MEASURE, split='valid_avg')[0]:.3f} ({_rate(outcome)})"
-
-
-def _curve(outcome: Outcome) -> tuple[list[float], list[float]]:
-    """Megabytes sent, and bits per byte of the mean model, by evaluation: mean over the seeds."""
-    import pandas as pd
-
-    found = pd.concat([select_rows(rows, MEASURE, split="test_avg") for rows in outcome.rows])
-    mean = found.groupby("epoch")[["bits", "value"]].mean()
-    return (mean["bits"] / 8e6).tolist(), mean["value"].tolist()

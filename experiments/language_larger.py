@@ -6,7 +6,7 @@ and a larger model, with one seed. And, on both partitions of the data, correcti
 at a rate that averages their noise over many rounds, beside none.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from experiments.language import (
@@ -36,7 +36,6 @@ from experiments.study import (
     study,
     table,
 )
-from powergossip.formatting import counted
 from powergossip.runner.runner import Experiment, Values, sentence_case
 
 TIMES = 4
@@ -61,17 +60,18 @@ def _corrected(method: Values) -> Values:
     return {**method, "learning_options": {**options, **slow}}
 
 
-def experiment(values: Values = GPT | ADAMW, seeds: Sequence[int] = SEEDS) -> Experiment:
+def experiment() -> Experiment:
     """Cases are (variant, method), or (data, method, correction) with all seeds."""
     title = "a language model in rounds: more steps, larger batches, a larger model, corrections"
+    values = GPT | ADAMW
     rounds = {method: CHOSEN[method] for method in (DILOCO, POWER)}
     cases: Cases = {}
     for data, of_data in DATA.items():
         for method, given in rounds.items():
             both = {NONE: given, SLOW: _corrected(given)}
             axes: Axes = {"data": {data: of_data}, "method": {method: {}}, "correction": both}
-            cases |= grid(values, axes, seeds)
-    cases |= grid(values | {"seed": seeds[0]}, {"of": LARGER, "method": CHOSEN})
+            cases |= grid(values, axes, SEEDS)
+    cases |= grid(values | {"seed": SEEDS[0]}, {"of": LARGER, "method": CHOSEN})
 
     def report(outcomes: Outcomes, folder: Path) -> str:
         parts = [f"{values['n_workers']} workers, rounds of {ROUND} steps."]
@@ -95,8 +95,8 @@ def experiment(values: Values = GPT | ADAMW, seeds: Sequence[int] = SEEDS) -> Ex
         )
         parts += [
             "## Corrections",
-            f"The steps and batches of `language`. Mean ± standard deviation of "
-            f"{counted(len(seeds), 'seed')}.",
+            "The steps and batches of `language`. Mean ± standard deviation of "
+            f"{len(SEEDS)} seeds.",
             table(folder / "corrections.csv", corrections),
         ]
         return "\n\n".join(parts)

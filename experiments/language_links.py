@@ -13,7 +13,7 @@ for the slow host, so that learning depends on the times.
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from experiments.language import (
     ADAMW,
@@ -27,11 +27,22 @@ from experiments.language import (
     STEPS_PER_EPOCH,
 )
 from experiments.prediction import averaging_seconds
-from experiments.slow_host import time_to
-from experiments.study import Axes, Cases, Outcomes, Table, grid, measured_once, study, table
+from experiments.study import (
+    Axes,
+    Cases,
+    Curve,
+    Outcomes,
+    Table,
+    by_seconds,
+    elapsed,
+    grid,
+    measured_once,
+    study,
+    table,
+    time_to,
+)
 from powergossip.runner.runner import Experiment, Values
 from powergossip.runs import figures
-from powergossip.runs.metrics import select_rows
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -67,40 +78,41 @@ TIMING: Values = LEARNING | {
 }
 
 
-def experiment(values: Values = GPT | ADAMW) -> Experiment:
+def experiment() -> Experiment:
     """Learning in one process, timed rounds at each place, and two whole runs on the hosts."""
 
-    def on_hosts(methods: Mapping[str, Values], place: str, *axes: Axes, of_run: Values) -> Cases:
+    def on_hosts(methods: Mapping[str, Values], place: str, of_run: Values, **more: Any) -> Cases:
         rate, pace = PLACES[place]
-        named: Axes = {"method": methods, "place": {place: pace}}
-        for axis in axes:
-            named = {**named, **axis}
+        axes: Axes = {"method": methods, "place": {place: pace}, **more}
         entry = "experiments/slow_gradients"
-        return grid(values | of_run, named, entry=entry, processes=HOSTS, rate=rate)
+        return grid(GPT | ADAMW | of_run, axes, entry=entry, processes=HOSTS, rate=rate)
 
-    cases = grid(values | LEARNING, {"method": CHOSEN})
+    cases = grid(GPT | ADAMW | LEARNING, {"method": CHOSEN})
     for place in PLACES:
-        cases |= on_hosts(CHOSEN, place, of_run=TIMING)
+        cases |= on_hosts(CHOSEN, place, TIMING)
     whole = {
         CHECKED: CHOSEN[CHECKED[0]],
         ALONE: CHOSEN[RING] | {"gossip": "asynchronous"},
     }
     for (method, place), of_method in whole.items():
-        cases |= on_hosts({method: of_method}, place, {"run": {"whole": {}}}, of_run=LEARNING)
+        cases |= on_hosts({method: of_method}, place, LEARNING, run={"whole": {}})
     title = "seconds to a target in bits per byte: a GPT on four hosts, slow links, a slow host"
     return study(title, cases, report)
 
 
 def report(outcomes: Outcomes, folder: Path) -> str:
     """A table of steps, one of times to the target, the whole runs, and a figure."""
-    steps = {method: _by_steps(outcomes[method,].rows[0]) for method in CHOSEN}
+    steps: dict[str, Curve] = {}
+    for method in CHOSEN:
+        epochs, values = outcomes[method,].curve(MEASURE)
+        steps[method] = [STEPS_PER_EPOCH * float(epoch) for epoch in epochs], values
     measured = {
         (method, place): _seconds_of_step(outcomes[method, place].rows[0])
         for method in CHOSEN
         for place in PLACES
     }
     predicted = predict(folder)
-    whole = {case[:2]: _by_seconds(o.rows[0]) for case, o in outcomes.items() if len(case) > 2}
+    whole = {case[:2]: by_seconds(o, MEASURE) for case, o in outcomes.items() if len(case) > 2}
     reached = [*(curve[1] for curve in steps.values()), *(curve[1] for curve in whole.values())]
     target = max(min(curve) for curve in reached)
     to_target = {method: time_to(target, *curve) for method, curve in steps.items()}
@@ -196,27 +208,6 @@ def _table(cell: Callable[[str, str], str]) -> Table:
 
 def _seconds_of_step(rows: "DataFrame") -> float:
     """The median over the epochs after the first."""
-    ended = _without_evaluations(rows)
+    ended = elapsed(rows)
     seconds = [ended[epoch] - ended[epoch - 1] for epoch in range(2, SAMPLES + 1)]
     return median(seconds) / ROUND
-
-
-def _without_evaluations(rows: "DataFrame") -> Mapping[int, float]:
-    """Seconds of process 0 until the end of each epoch, without evaluations and checkpoints."""
-    phases = select_rows(rows, "phase_seconds")
-    apart = phases[phases["phase"].isin(["evaluation", "checkpoint"])]
-    ended = phases.groupby("epoch")["seconds"].max()
-    spent = apart.groupby("epoch")["value"].sum().reindex(ended.index).ffill().fillna(0.0)
-    return dict(zip(ended.index.tolist(), (ended - spent).tolist(), strict=True))
-
-
-def _by_steps(rows: "DataFrame") -> tuple[list[float], list[float]]:
-    """Steps, and bits per byte of the mean model, by evaluation."""
-    found = select_rows(rows, MEASURE, split="test_avg")
-    return [STEPS_PER_EPOCH * float(epoch) for epoch in found["epoch"]], found["value"].tolist()
-
-
-def _by_seconds(rows: "DataFrame") -> tuple[list[float], list[float]]:
-    """Seconds without evaluations, and bits per byte of the mean model, by evaluation."""
-    found, ended = select_rows(rows, MEASURE, split="test_avg"), _without_evaluations(rows)
-    return [ended[int(epoch)] for epoch in found["epoch"]], found["value"].tolist()

@@ -8,7 +8,6 @@ References:
     - Lu & De Sa (2020), arXiv:2002.11787, for the method.
 """
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,22 +64,9 @@ def small() -> Experiment:
         "lr_schedule_milestones": [[1, 0.1]],
         "seed": 1,
     }
-    return experiment(
-        "Moniqua's grid, small: a CNN on FashionMNIST, 2 epochs",
-        values,
-        (0.0625, 0.25, 1.0, 4.0),
-        (0.005, 0.03, 0.1, 0.3, 1.0),
-    )
-
-
-def experiment(
-    title: str,
-    values: Mapping[str, Any],
-    thetas: Sequence[float],
-    rates: Sequence[float],
-) -> Experiment:
+    rates = (0.005, 0.03, 0.1, 0.3, 1.0)
     axes = {
-        "theta": {theta: {"optimizer_theta": theta} for theta in thetas},
+        "theta": {theta: {"optimizer_theta": theta} for theta in (0.0625, 0.25, 1.0, 4.0)},
         "diffusion_rate": {rate: {"optimizer_diffusion_rate": rate} for rate in rates},
     }
 
@@ -88,7 +74,8 @@ def experiment(
         found = crossed(outcomes, "θ \\ γ", _cell, "{:g}".format, "{:g}".format)
         return _report(folder, found)
 
-    return study(title, grid(dict(values), axes), report)
+    title = "Moniqua's grid, small: a CNN on FashionMNIST, 2 epochs"
+    return study(title, grid(values, axes), report)
 
 
 def _report(folder: Path, found: Table) -> str:

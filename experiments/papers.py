@@ -11,7 +11,6 @@ References:
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from experiments.presets import preset
@@ -24,77 +23,71 @@ CIFAR10, WIKITEXT2 = "cifar10_resnet20", "wikitext2_lstm"
 FEW, SOME, ALL = (10,), (10, 20, 30, 40), (10, 20, 30, 40, 50, 60)  # seeds
 
 
-@dataclass(frozen=True)
-class PaperRow:
-    """A row of a published table: a preset, changes of it, and the seeds of its runs."""
-
-    preset: str
-    seeds: Sequence[int]
-    changes: Mapping[str, Any] = field(default_factory=dict)
+# A row of a published table: a preset, the seeds of its runs, changes of the preset
+Row = tuple[str, Sequence[int], Values]
 
 
-def _with_factor(preset: str, factor: float) -> PaperRow:
-    """A row of one seed with another learning rate."""
-    return PaperRow(preset, FEW, {"distributed_lr_warmup_factor": factor})
+def _row(preset: str, seeds: Sequence[int] = FEW, **changes: Any) -> Row:
+    return preset, seeds, changes
 
 
 PUBLISHED_IMAGES = {
-    "all-reduce": PaperRow("all-reduce", ALL),
-    **{f"all-reduce, rate × {f}": _with_factor("all-reduce", f) for f in (8, 16)},
-    "D-PSGD": PaperRow("dpsgd", ALL),
-    **{f"D-PSGD, rate × {f}": _with_factor("dpsgd", f) for f in (8, 16)},
-    "PowerGossip, 1 iteration": PaperRow("power-gossip", ALL),
-    "PowerGossip, 1 iteration, random": PaperRow("power-gossip-random", SOME),
-    "PowerGossip, 2 iterations": PaperRow("power-gossip-2-iterations", ALL),
-    "PowerGossip, 2 iterations, random": PaperRow("power-gossip-2-iterations-random", SOME),
-    "CHOCO, sign": PaperRow("choco-sign", ALL),
-    "CHOCO, sign, untuned": PaperRow("choco-sign-untuned", ALL),
-    "CHOCO, top 1 %": PaperRow("choco-top-1", ALL),
-    "DeepSqueeze, sign": PaperRow("deepsqueeze", ALL),
-    "Moniqua, 2 bits": PaperRow("moniqua", ALL),
+    "all-reduce": _row("all-reduce", ALL),
+    **{
+        f"all-reduce, rate × {f}": _row("all-reduce", distributed_lr_warmup_factor=f)
+        for f in (8, 16)
+    },
+    "D-PSGD": _row("dpsgd", ALL),
+    **{f"D-PSGD, rate × {f}": _row("dpsgd", distributed_lr_warmup_factor=f) for f in (8, 16)},
+    "PowerGossip, 1 iteration": _row("power-gossip", ALL),
+    "PowerGossip, 1 iteration, random": _row("power-gossip-random", SOME),
+    "PowerGossip, 2 iterations": _row("power-gossip-2-iterations", ALL),
+    "PowerGossip, 2 iterations, random": _row("power-gossip-2-iterations-random", SOME),
+    "CHOCO, sign": _row("choco-sign", ALL),
+    "CHOCO, sign, untuned": _row("choco-sign-untuned", ALL),
+    "CHOCO, top 1 %": _row("choco-top-1", ALL),
+    "DeepSqueeze, sign": _row("deepsqueeze", ALL),
+    "Moniqua, 2 bits": _row("moniqua", ALL),
 }
 TWO = (10, 20)  # seeds
 PUBLISHED_LANGUAGE = {
-    "all-reduce": PaperRow("all-reduce", TWO),
-    "all-reduce, rate × 28": _with_factor("all-reduce", 28),
-    "D-PSGD": PaperRow("dpsgd", TWO),
-    "D-PSGD, rate × 28": _with_factor("dpsgd", 28),
-    "D-PSGD, 32 local steps": PaperRow("local-steps-32", FEW),
+    "all-reduce": _row("all-reduce", TWO),
+    "all-reduce, rate × 28": _row("all-reduce", distributed_lr_warmup_factor=28),
+    "D-PSGD": _row("dpsgd", TWO),
+    "D-PSGD, rate × 28": _row("dpsgd", distributed_lr_warmup_factor=28),
+    "D-PSGD, 32 local steps": _row("local-steps-32"),
     **{
-        f"PowerGossip, {n} iterations": PaperRow(f"power-gossip-{n}-iterations", TWO)
+        f"PowerGossip, {n} iterations": _row(f"power-gossip-{n}-iterations", TWO)
         for n in (8, 16, 32)
     },
-    "PowerGossip, 32 iterations, random": PaperRow("power-gossip-32-iterations-random", TWO),
+    "PowerGossip, 32 iterations, random": _row("power-gossip-32-iterations-random", TWO),
     **{
-        f"PowerGossip, rank {rank}, {32 // rank} iterations": PaperRow(
-            f"power-gossip-rank-{rank}", TWO
-        )
+        f"PowerGossip, rank {rank}, {32 // rank} iterations": _row(f"power-gossip-rank-{rank}", TWO)
         for rank in (2, 4, 8)
     },
-    "CHOCO, sign": PaperRow("choco-sign", TWO),
+    "CHOCO, sign": _row("choco-sign", TWO),
     **{
-        f"CHOCO, sign, γ {gamma}": PaperRow("choco-sign", FEW, {"optimizer_diffusion_rate": gamma})
+        f"CHOCO, sign, γ {gamma}": _row("choco-sign", optimizer_diffusion_rate=gamma)
         for gamma in (0.4, 0.6, 1.0)
     },
-    "CHOCO, top 1 %": PaperRow("choco-top-1", TWO),
-    "CHOCO, top 1 %, γ 0.1": PaperRow("choco-top-1", FEW, {"optimizer_diffusion_rate": 0.1}),
+    "CHOCO, top 1 %": _row("choco-top-1", TWO),
+    "CHOCO, top 1 %, γ 0.1": _row("choco-top-1", optimizer_diffusion_rate=0.1),
     **{
-        f"DeepSqueeze, sign, rate × {factor}, γ {gamma}": PaperRow(
-            "deepsqueeze",
-            FEW,
-            {"distributed_lr_warmup_factor": factor, "optimizer_diffusion_rate": gamma},
+        f"DeepSqueeze, sign, rate × {f}, γ {gamma}": _row(
+            "deepsqueeze", distributed_lr_warmup_factor=f, optimizer_diffusion_rate=gamma
         )
-        for factor in (28, 38)
+        for f in (28, 38)
         for gamma in (0.1, 0.2, 0.4, 0.8)
     },
 }
 
 # The methods of the small forms: {name of a method in the table: its preset}.
 IMAGES = {
-    method: row.preset
-    for method, row in PUBLISHED_IMAGES.items()
-    if not row.changes and "random" not in method
+    method: preset
+    for method, (preset, _, changes) in PUBLISHED_IMAGES.items()
+    if not changes and "random" not in method
 }
+
 LANGUAGE = {
     "all-reduce": "all-reduce",
     "D-PSGD": "dpsgd",
@@ -181,10 +174,10 @@ def _method(published: Mapping[str, Any]) -> Values:
 
 
 def _published(
-    title: str, base: str, rows: Mapping[str, PaperRow], measure: str, processes: int
+    title: str, base: str, rows: Mapping[str, Row], measure: str, processes: int
 ) -> Experiment:
-    values = {method: {**preset(base, row.preset), **row.changes} for method, row in rows.items()}
-    seeds = {method: row.seeds for method, row in rows.items()}
+    values = {method: preset(base, name) | changes for method, (name, _, changes) in rows.items()}
+    seeds = {method: of_method for method, (_, of_method, _) in rows.items()}
     return experiment(title, values, seeds, measure, processes)
 
 

@@ -29,14 +29,22 @@ from typing import TYPE_CHECKING, Any
 
 from experiments.compressed_gradients import METHODS as GRADIENTS
 from experiments.compression_pays import LSTM
-from experiments.study import Axes, Cases, Outcomes, Table, grid, measured_once, study, table
+from experiments.study import (
+    Axes,
+    Cases,
+    Outcomes,
+    Table,
+    grid,
+    measured_once,
+    step_bits,
+    step_phases,
+    study,
+    table,
+)
 from experiments.tuned_methods import METHODS as GOSSIP
-from experiments.tuned_methods import STEP
 from powergossip.runner.runner import Experiment, Values
 
 if TYPE_CHECKING:
-    from pandas import DataFrame
-
     from powergossip.parameters import Layout
     from powergossip.prediction import PredictedMethod
 
@@ -98,9 +106,10 @@ def experiment() -> Experiment:
 def report(outcomes: Outcomes, folder: Path) -> str:
     """A table of measured and predicted times, and one of the largest errors."""
     rows = {case: outcome.rows[0] for case, outcome in outcomes.items()}
-    measured = {key: sum(_phases(r).values()) for key, r in rows.items()}
-    alone = {method: _phases(rows[method, CALIBRATION]) for method in METHODS}
-    parameters = _parameters(rows["D-PSGD", CALIBRATION])
+    measured = {key: sum(step_phases(r).values()) for key, r in rows.items()}
+    alone = {method: step_phases(rows[method, CALIBRATION]) for method in METHODS}
+    # D-PSGD sends them, four bytes each, to one neighbor of two.
+    parameters = round(step_bits(rows["D-PSGD", CALIBRATION]) / 32)
     predicted, calibration = predict(alone, parameters, folder)
     return "\n\n".join(
         [
@@ -296,27 +305,3 @@ def _errors(measured: Times, predicted: Times) -> Table:
         worst = max(ratios, key=lambda ratio: abs(ratio - 1))
         lines.append([method, f"{worst - 1:+.0%}", f"{within} of {len(ratios)}"])
     return lines
-
-
-def _phases(rows: "DataFrame") -> dict[str, float]:
-    """Seconds of the phases of a step after the first epoch, without evaluation and checkpoints."""
-    chosen = rows[(rows["name"] == "phase_seconds") & rows["phase"].isin(STEP)]
-    steps = _steps(chosen)
-    by_phase = chosen.groupby(["phase", "epoch"])["value"].sum().to_dict()
-
-    def seconds(phase: str) -> float:
-        return float(by_phase.get((phase, EPOCHS), 0.0) - by_phase.get((phase, 1), 0.0)) / steps
-
-    return {phase: seconds(phase) for phase in STEP}
-
-
-def _parameters(rows: "DataFrame") -> int:
-    """Parameters of the model. D-PSGD sends them, four bytes each, to one neighbor of two."""
-    bits = rows[rows["name"] == "phase_seconds"].groupby("epoch")["bits"].max()
-    return round(float(bits[EPOCHS] - bits[1]) / _steps(rows) / 32)
-
-
-def _steps(rows: "DataFrame") -> int:
-    """Steps after the first epoch: those of the gradients of the one worker of a process."""
-    gradients = rows[rows["phase"] == "gradient"].groupby("epoch")["instances"].max()
-    return int(gradients[EPOCHS] - gradients[1])

@@ -9,7 +9,6 @@ References:
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from experiments import tuned_methods
@@ -33,32 +32,24 @@ ALPHAS = (1.0, 0.1, 0.01)  # of the Dirichlet distribution
 SMALL = 0.3  # learning rates of the small form, relative to the published ones
 
 
-@dataclass(frozen=True)
-class PresetRow:
-    """A row of the table: a preset, the published learning rates, one for each of ALPHAS, and
-    changes of the preset."""
-
-    preset: str
-    rates: tuple[float, float, float]
-    changes: Values = field(default_factory=dict)
-
-
-WITHOUT_MOMENTUM = {
-    "all-reduce": PresetRow("all-reduce", (0.1, 0.1, 0.1)),
-    "RelaySGD, two binary trees": PresetRow("relay-sgd", (1.2, 0.6, 0.3)),
-    "RelaySGD, chain": PresetRow("relay-sgd-chain", (2.0, 2.0, 1.0)),
-    "D-PSGD, ring": PresetRow("dpsgd", (0.4, 0.1, 0.2)),
-    "exact diffusion, ring": PresetRow("exact-diffusion", (0.2, 0.2, 0.1)),
-    "push-sum, one-peer exponential": PresetRow("push-sum", (0.4, 0.2, 0.2)),
+# Of the preset of this name: the learning rates, one for each of ALPHAS
+Rates = tuple[float, float, float]
+WITHOUT_MOMENTUM: dict[str, tuple[str, Rates]] = {
+    "all-reduce": ("all-reduce", (0.1, 0.1, 0.1)),
+    "RelaySGD, two binary trees": ("relay-sgd", (1.2, 0.6, 0.3)),
+    "RelaySGD, chain": ("relay-sgd-chain", (2.0, 2.0, 1.0)),
+    "D-PSGD, ring": ("dpsgd", (0.4, 0.1, 0.2)),
+    "exact diffusion, ring": ("exact-diffusion", (0.2, 0.2, 0.1)),
+    "push-sum, one-peer exponential": ("push-sum", (0.4, 0.2, 0.2)),
 }
-WITH_MOMENTUM = {
-    "all-reduce, momentum": PresetRow("all-reduce-momentum", (0.1, 0.1, 0.1)),
-    "RelaySGD, two binary trees, momentum": PresetRow("relay-sgd-momentum", (0.6, 0.3, 0.15)),
-    "RelaySGD, chain, momentum": PresetRow("relay-sgd-chain-momentum", (0.5, 0.5, 0.125)),
-    "D-PSGD, ring, momentum": PresetRow("dpsgd-momentum", (0.1, 0.05, 0.0125)),
-    "quasi-global momentum, ring": PresetRow("quasi-global-momentum", (0.1, 0.025, 0.05)),
-    "exact diffusion, ring, momentum": PresetRow("exact-diffusion-momentum", (0.05, 0.05, 0.0126)),
-    "push-sum, one-peer exponential, momentum": PresetRow("push-sum-momentum", (0.1, 0.1, 0.025)),
+WITH_MOMENTUM: dict[str, tuple[str, Rates]] = {
+    "all-reduce, momentum": ("all-reduce-momentum", (0.1, 0.1, 0.1)),
+    "RelaySGD, two binary trees, momentum": ("relay-sgd-momentum", (0.6, 0.3, 0.15)),
+    "RelaySGD, chain, momentum": ("relay-sgd-chain-momentum", (0.5, 0.5, 0.125)),
+    "D-PSGD, ring, momentum": ("dpsgd-momentum", (0.1, 0.05, 0.0125)),
+    "quasi-global momentum, ring": ("quasi-global-momentum", (0.1, 0.025, 0.05)),
+    "exact diffusion, ring, momentum": ("exact-diffusion-momentum", (0.05, 0.05, 0.0126)),
+    "push-sum, one-peer exponential, momentum": ("push-sum-momentum", (0.1, 0.1, 0.025)),
 }
 _METHOD = (
     "n_workers",
@@ -76,10 +67,9 @@ _METHOD = (
 def published() -> Experiment:
     """VGG-11, 16 workers, 200 epochs, 3 seeds."""
 
-    def values(row: PresetRow, rate: float) -> Values:
-        of_preset = preset(BASE, row.preset)
+    def values(of_preset: Values, rate: float) -> Values:
         start = float(f"{rate / of_preset['distributed_lr_warmup_factor']:.6g}")
-        return {**of_preset, **row.changes, "learning_rate": start}
+        return of_preset | {"learning_rate": start}
 
     title = "RelaySGD's table on CIFAR-10: VGG-11, 16 workers, 200 epochs, 3 seeds"
     return _experiment(title, WITHOUT_MOMENTUM | WITH_MOMENTUM, values, processes=16)
@@ -87,31 +77,32 @@ def published() -> Experiment:
 
 def small() -> Experiment:
     """FashionMNIST, the small CNN, 16 workers, 5 epochs, 3 seeds."""
+    tracking = "gradient tracking, ring, momentum"
 
-    def values(row: PresetRow, rate: float) -> Values:
-        of_preset = preset(BASE, row.preset)
+    def values(of_preset: Values, rate: float) -> Values:
         method = {key: of_preset[key] for key in _METHOD if key in of_preset}
-        own = {**row.changes, "learning_rate": float(f"{SMALL * rate:.6g}")}
+        own = {"learning_rate": float(f"{SMALL * rate:.6g}")}
         return tuned_methods.FASHION_MNIST | method | own
 
-    diffusion = WITH_MOMENTUM["exact diffusion, ring, momentum"]
-    tracking = replace(diffusion, changes={"learning": "gradient-tracking"})
-    rows = WITH_MOMENTUM | {"gradient tracking, ring, momentum": tracking}
+    rows = WITH_MOMENTUM | {tracking: WITH_MOMENTUM["exact diffusion, ring, momentum"]}
     title = "RelaySGD's CIFAR-10 table, small: FashionMNIST, 16 workers, 5 epochs, 3 seeds"
-    return _experiment(title, rows, values)
+    changes: Values = {"learning": "gradient-tracking"}
+    return _experiment(title, rows, values, changes={tracking: changes})
 
 
 def _experiment(
     title: str,
-    rows: Mapping[str, PresetRow],
-    values: Callable[[PresetRow, float], Values],
+    rows: Mapping[str, tuple[str, Rates]],
+    values: Callable[[Values, float], Values],
     processes: int = 1,
+    changes: Mapping[str, Values] | None = None,
 ) -> Experiment:
     cases: Cases = {}
-    for name, row in rows.items():
-        for alpha, rate in zip(ALPHAS, row.rates, strict=True):
+    for name, (of_preset, rates) in rows.items():
+        given = preset(BASE, of_preset) | (changes or {}).get(name, {})
+        for alpha, rate in zip(ALPHAS, rates, strict=True):
             of_alpha = {"decentralized_data_dirichlet_alpha": alpha}
-            axes: Axes = {"method": {name: values(row, rate)}, "alpha": {alpha: of_alpha}}
+            axes: Axes = {"method": {name: values(given, rate)}, "alpha": {alpha: of_alpha}}
             cases |= grid({}, axes, SEEDS, processes=processes)
 
     def report(outcomes: Outcomes, folder: Path) -> str:

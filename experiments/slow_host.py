@@ -13,7 +13,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from experiments.compression_pays import HOSTS, MODEL
-from experiments.study import Outcome, Outcomes, grid, lines, study, table
+from experiments.study import (
+    Curve,
+    Outcome,
+    Outcomes,
+    by_seconds,
+    grid,
+    lines,
+    study,
+    table,
+    time_to,
+)
 from experiments.tuned_methods import METHODS as GOSSIP
 from experiments.tuned_methods import TOPICS_LSTM
 from powergossip.runner.runner import Experiment, Values
@@ -42,35 +52,37 @@ POLICIES: dict[str, Values] = {
 }
 
 
-def experiment(values: Values = VALUES, rate: str = RATE) -> Experiment:
-    """One run for each method and policy, each on all cores.
-
-    Args:
-        rate: Rate of the links. "": no emulated hosts.
-    """
+def experiment() -> Experiment:
+    """One run for each method and policy, each on all cores."""
     cases = grid(
-        values,
+        VALUES,
         {"method": METHODS, "gossip": POLICIES},
         entry="experiments/slow_gradients",
         processes=HOSTS,
-        rate=rate,
+        rate=RATE,
     )
     title = "what a slow host costs: an LSTM on four hosts, one of them 4 times slower"
-    return study(title, cases, lambda outcomes, folder: _report(outcomes, values, rate, folder))
+    return study(title, cases, _report)
 
 
-def _report(outcomes: Outcomes, values: Values, rate: str, folder: Path) -> str:
+def _report(outcomes: Outcomes, folder: Path) -> str:
+    def curve(outcome: Outcome) -> Curve:
+        return by_seconds(outcome, "perplexity")
+
     panels = {
-        method: {policy: _curve(outcomes[method, policy].rows[0]) for policy in POLICIES}
+        method: {policy: curve(outcomes[method, policy]) for policy in POLICIES}
         for method in METHODS
     }
     target = max(min(curve[1]) for panel in panels.values() for curve in panel.values())
 
     def seconds(outcome: Outcome) -> float:
-        return time_to(target, *_curve(outcome.rows[0]))
+        return time_to(target, *curve(outcome))
 
     def steps(outcome: Outcome) -> float:
-        return _rate_of_steps(outcome.rows[0])
+        """Steps of process 0 per second, without evaluations, after the first epoch."""
+        gradients = select_rows(outcome.rows[0], "phase_seconds", phase="gradient")["instances"]
+        times, _ = curve(outcome)
+        return float(gradients.iloc[-1] - gradients.iloc[0]) / (times[-1] - times[0])
 
     def synchronous(outcome: Outcome) -> Outcome:
         return outcomes[outcome.runs[0].labels["method"], "synchronous"]
@@ -83,52 +95,25 @@ def _report(outcomes: Outcomes, values: Values, rate: str, folder: Path) -> str:
             "of synchronous": lambda o: f"{steps(o) / steps(synchronous(o)):.2f}×",
             f"time to a perplexity of {target:.1f}": lambda o: f"{seconds(o):.1f} s",
             "faster than synchronous": lambda o: f"{seconds(synchronous(o)) / seconds(o):.2f}×",
-            "final perplexity": lambda o: f"{_curve(o.rows[0])[1][-1]:.1f}",
+            "final perplexity": lambda o: f"{curve(o)[1][-1]:.1f}",
             "computing a gradient": lambda o: f"{1e3 * _seconds_of_gradient(o.rows[0]):.0f} ms",
         },
     )
     x, y = "seconds, without evaluations", "perplexity of the mean model"
     figures.curves(panels, folder / "figure.svg", x, y, log_y=True)
-    pace = values["pace"]
+    pace = VALUES["pace"]
     return "\n\n".join(
         [
-            f"{HOSTS} hosts on a ring, links of {rate or 'this machine'}, an LSTM, Python's "
+            f"{HOSTS} hosts on a ring, links of {RATE}, an LSTM, Python's "
             f"reference texts, one seed. A gradient takes {min(pace):g} s on the fast hosts and "
             f"{max(pace):g} s on the slow one: it is computed, and the host sleeps for the rest. "
             "The last column is the mean time of the computation, which is to be smaller. The "
             f"target is the perplexity that all reach. Workers take "
-            f"{values['num_epochs'] * values['max_steps_per_epoch']} steps on average.",
+            f"{VALUES['num_epochs'] * VALUES['max_steps_per_epoch']} steps on average.",
             "![perplexity against time](figure.svg)",
             table(folder / "table.csv", found),
         ]
     )
-
-
-def _curve(rows: "DataFrame") -> tuple[list[float], list[float]]:
-    """Seconds without evaluations, and perplexities of the mean model, by epoch."""
-    found = select_rows(rows, "perplexity", split="test_avg")
-    evaluating = select_rows(rows, "phase_seconds", phase="evaluation").set_index("epoch")
-    ended = evaluating["seconds"] - evaluating["value"]
-    return [float(ended[epoch]) for epoch in found["epoch"]], [float(v) for v in found["value"]]
-
-
-def time_to(target: float, seconds: list[float], perplexities: list[float]) -> float:
-    """Seconds until the perplexity is at most `target`, interpolated linearly."""
-    for index, value in enumerate(perplexities):
-        if value <= target:
-            if index == 0:
-                return seconds[0]
-            before, earlier = perplexities[index - 1], seconds[index - 1]
-            fraction = (before - target) / (before - value)
-            return earlier + fraction * (seconds[index] - earlier)
-    raise ValueError(f"no perplexity of {target}")
-
-
-def _rate_of_steps(rows: "DataFrame") -> float:
-    """Steps of process 0 per second, without evaluations, after the first epoch."""
-    gradients = select_rows(rows, "phase_seconds", phase="gradient")["instances"].tolist()
-    seconds = _curve(rows)[0]
-    return float(gradients[-1] - gradients[0]) / (seconds[-1] - seconds[0])
 
 
 def _seconds_of_gradient(rows: "DataFrame") -> float:

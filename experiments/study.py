@@ -18,11 +18,12 @@ from powergossip.atomic_files import write_atomically
 from powergossip.formatting import spread
 from powergossip.runner.runner import Experiment, Results, Run, Values
 from powergossip.runs import figures
-from powergossip.runs.metrics import last_values
+from powergossip.runs.metrics import last_values, select_rows
 
 if TYPE_CHECKING:
     from pandas import DataFrame
 
+Curve = tuple[list[float], list[float]]  # x and y
 Case = tuple[Any, ...]  # a name on each axis of a grid
 Cases = dict[Case, list[Run]]
 Axes = Mapping[str, Mapping[Any, Values]]  # {label: {name: values}}
@@ -62,6 +63,19 @@ class Outcome:
         """The largest value of a column of all rows, mean over the runs."""
         return sum(float(rows[column].max()) for rows in self.rows) / len(self.rows)
 
+    def curve(self, measure: str, x: str = "epoch") -> Curve:
+        """A column and the measure of the mean model, by evaluation: means over the runs."""
+        import pandas as pd
+
+        found = pd.concat([select_rows(rows, measure, split="test_avg") for rows in self.rows])
+        means = found.groupby("epoch", as_index=False)[[*{x, "value"} - {"epoch"}]].mean()
+        return means[x].tolist(), means["value"].tolist()
+
+    def mean(self, measure: str) -> float:
+        """The measure of the mean model at the end, mean over the runs."""
+        values = self.last(measure, split="test_avg")
+        return sum(values) / len(values)
+
     def ended(self, measure: str, split: str = "test_avg") -> "Outcome":
         """Only the runs that did not diverge."""
         kept = [
@@ -74,6 +88,11 @@ class Outcome:
     def diverged(self, measure: str, split: str = "test_avg") -> int:
         """The number of runs that diverged."""
         return len(self.runs) - len(self.ended(measure, split).runs)
+
+    def divergence(self, measure: str) -> str:
+        """The number of runs that diverged in words, or ""."""
+        n = self.diverged(measure)
+        return f"{n} of {len(self.runs)} diverged" if n else ""
 
     @property
     def bits(self) -> float:
@@ -93,6 +112,7 @@ Outcomes = Mapping[Case, Outcome]
 Columns = Mapping[str, Callable[[Outcome], str]]  # header: cell
 Report = Callable[[Outcomes, Path], str]
 Table = list[list[str]]  # [line][cell], the header first
+STEP = ("data", "gradient", "averaging", "communication", "update")  # phases of a step
 
 # A number with a unit that may move to the header of its column.
 MEASURED = re.compile(r"(-?[\d.]+(?:e[+-]?\d+)?(?: ± [\d.]+)?) ?(%|×|ms|s|steps|[kM]?bit)")
@@ -170,7 +190,6 @@ def tuned(
     few_epochs: Values,
     promoted: Callable[[list[Values]], list[Values]],
     measure: str,
-    seeds: Sequence[int],
     report: Report,
 ) -> Experiment:
     """Return an experiment of three stages:
@@ -206,10 +225,58 @@ def tuned(
             for case, outcome in outcomes.items()
         },
         lambda outcomes: {
-            case: [run(case, ranked(case, outcome)[0] | {"seed": seed}) for seed in seeds]
+            case: [run(case, ranked(case, outcome)[0] | {"seed": seed}) for seed in SEEDS]
             for case, outcome in outcomes.items()
         },
     )
+
+
+def step_phases(rows: "DataFrame") -> dict[str, float]:
+    """Seconds of the phases of a step after the first epoch, without evaluation and checkpoints."""
+    chosen = select_rows(rows, "phase_seconds")
+    steps = _later(chosen[chosen["phase"] == "gradient"], "instances")
+    return {p: _later(chosen[chosen["phase"] == p], "value") / steps for p in STEP}
+
+
+def step_bits(rows: "DataFrame") -> float:
+    """Bits that a worker sends in a step after the first epoch."""
+    chosen = select_rows(rows, "phase_seconds")
+    steps = _later(chosen[chosen["phase"] == "gradient"], "instances")
+    return _later(chosen, "bits") / steps
+
+
+def _later(rows: "DataFrame", column: str) -> float:
+    """The increase of a column after the first epoch."""
+    by_epoch = rows.groupby("epoch")[column].max()
+    return float(by_epoch.iloc[-1] - by_epoch.iloc[0]) if len(by_epoch) else 0.0
+
+
+def elapsed(rows: "DataFrame") -> Mapping[int, float]:
+    """Seconds of process 0 until the end of each epoch, without evaluations and checkpoints."""
+    phases = select_rows(rows, "phase_seconds")
+    apart = phases[phases["phase"].isin(["evaluation", "checkpoint"])]
+    ended = phases.groupby("epoch")["seconds"].max()
+    spent = apart.groupby("epoch")["value"].sum().reindex(ended.index).ffill().fillna(0.0)
+    return dict(zip(ended.index.tolist(), (ended - spent).tolist(), strict=True))
+
+
+def by_seconds(outcome: Outcome, measure: str) -> Curve:
+    """Seconds of a run without evaluations, and the measure of the mean model, by evaluation."""
+    epochs, values = outcome.curve(measure)
+    ended = elapsed(outcome.rows[0])
+    return [ended[int(epoch)] for epoch in epochs], values
+
+
+def time_to(target: float, times: list[float], values: list[float]) -> float:
+    """The time until a falling measure is at most `target`, interpolated linearly."""
+    for index, value in enumerate(values):
+        if value <= target:
+            if index == 0:
+                return times[0]
+            before, earlier = values[index - 1], times[index - 1]
+            fraction = (before - target) / (before - value)
+            return earlier + fraction * (times[index] - earlier)
+    raise ValueError(f"the measure is never {target}")
 
 
 def score(rows: "DataFrame", measure: str, split: str) -> float:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from experiments.study import (
-    SEEDS,
     VALIDATION_RATIO,
     Columns,
     Outcome,
@@ -32,7 +31,6 @@ from experiments.study import (
 from powergossip.formatting import counted
 from powergossip.runner.runner import Experiment, Values
 
-STEP = ("data", "gradient", "averaging", "communication", "update")  # phases of a step
 DIFFUSION_RATES = (1.0, 0.3, 0.1, 0.03, 0.01)
 TUNED = 3  # settings of a method in the second stage
 
@@ -126,7 +124,6 @@ def experiment(
         {"num_epochs": tuning_epochs, "lr_schedule_milestones": [[tuning_epochs / 2, 0.1]]},
         lambda ranked: ranked[:TUNED],
         measure,
-        SEEDS,
         lambda outcomes, folder: compared(outcomes, folder, measure, note),
     )
 

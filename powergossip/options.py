@@ -5,7 +5,8 @@ positional: the network and the layout, for instance. The parameters with a defa
 options, under the names that configurations and command lines use. No other list of them exists.
 
 A row with a parameter such as `compressor` and with `**compressor_options` chooses from another
-registry. Its options then include the options of the chosen row.
+registry. Its options then include the options of the chosen row. A class whose constructor has
+`**base_options` has the options of its base class, too.
 """
 
 import inspect
@@ -52,6 +53,8 @@ def parameters(
     """
     own = inspect.signature(row).parameters.values()
     found = {p.name: p for p in own if p.default is not p.empty}
+    if isinstance(row, type) and any(p.name == "base_options" for p in own):
+        found = parameters(row.__bases__[0]) | found
     bound = getattr(row, "keywords", {})  # of functools.partial
     if any(p.kind is p.VAR_KEYWORD for p in own):
         for option, registry in registries.items():

@@ -99,15 +99,16 @@ def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def rejection(
     tmp_path: Path, fresh: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., str]:
-    """A function that runs a program in the folder of the test, and returns its error.
+    """A function that runs a program in the folder of the test or another, and returns its error.
 
     The program is in this process. Its exit code is 2, it prints one line, behind notes, and no
     file changes.
     """
     monkeypatch.chdir(tmp_path)
 
-    def of(program: Callable[[], None], *arguments: str) -> str:
-        before = files_below(tmp_path)
+    def of(program: Callable[[], None], *arguments: str, folder: Path = tmp_path) -> str:
+        monkeypatch.chdir(folder)
+        before = files_below(folder)
         monkeypatch.setattr(sys, "argv", ["program", *arguments])
         with pytest.raises(SystemExit) as ended:
             program()
@@ -116,7 +117,7 @@ def rejection(
         *notes, line = error.splitlines()
         assert line.startswith("error: ")
         assert all(note.startswith("note: ") for note in notes), error
-        assert files_below(tmp_path) == before
+        assert files_below(folder) == before
         return line
 
     return of
@@ -185,7 +186,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Only process 0 shows progress and the summary. All are connected by --transport."""
+    """Only process 0 shows progress and the summary. All are connected by --transport. Workers of
+    pytest-xdist share a server that forks programs."""
+    if config.getoption("numprocesses", None) and not config.getoption("--quick"):
+        os.environ[launch.SHARED] = launch.fork_server()
     if MPI.COMM_WORLD.size > 1:
         processes(config.getoption("--transport"))
     reporter = config.pluginmanager.get_plugin("terminalreporter")

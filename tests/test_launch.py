@@ -53,8 +53,21 @@ def test_a_fork_is_like_a_fresh_python(tmp_path: Path, monkeypatch: pytest.Monke
 def test_what_is_missing_is_not_preloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "PRELOADED", ("no_such_module", "colorsys"))
     monkeypatch.setattr(launch, "fork_server", launch.fork_server.__wrapped__)
+    monkeypatch.delenv(launch.SHARED, raising=False)
     (tmp_path / "show.py").write_text("import sys; print('colorsys' in sys.modules)")
     assert launch.python("show.py", cwd=tmp_path).stdout == "True\n"
+
+
+HOOK = "import sys; sys.excepthook = lambda *_: print('a hook', file=sys.stderr); "
+ENDING = """
+import atexit, threading
+atexit.register(print, "the end")
+threading.Timer(0.1, print, ["a thread"]).start()
+print("the script")
+def divide():
+    1 / 0
+divide()
+"""
 
 
 @pytest.mark.parametrize(
@@ -63,38 +76,25 @@ def test_what_is_missing_is_not_preloaded(tmp_path: Path, monkeypatch: pytest.Mo
         ("raise SystemExit(3)", 3, ""),
         ("raise SystemExit('a sentence')", 1, "a sentence\n"),
         ("import os, signal; os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM, ""),
-        ("import sys; sys.excepthook = lambda *_: print('a hook', file=sys.stderr); 1 / 0", 1, ""),
-        ("import sys; sys.excepthook = lambda *_: None; raise KeyboardInterrupt", -2, ""),
-        ("import sys; sys.excepthook = lambda *_: None; raise SystemExit(-1)", 255, ""),
+        (HOOK + "1 / 0", 1, "a hook\n"),
+        (HOOK + "raise KeyboardInterrupt", -2, "a hook\n"),
+        (HOOK + "raise SystemExit(-1)", 255, ""),
+        (ENDING, 1, "ZeroDivisionError: division by zero\n"),
     ],
 )
 def test_a_fork_ends_like_a_fresh_python(
     script: str, code: int, errors: str, tmp_path: Path
 ) -> None:
+    """After its threads, and what is registered. An exception shows its traceback."""
     (tmp_path / "ending.py").write_text(script)
     ended = launch.python("ending.py", cwd=tmp_path)
     assert ended.returncode == code
-    assert ended.stderr == (errors or ("a hook\n" if "a hook" in script else ""))
-    assert ended.stdout == ""
-
-
-def test_a_fork_waits_for_its_threads_and_then_runs_what_is_registered(tmp_path: Path) -> None:
-    (tmp_path / "ending.py").write_text(
-        "import atexit, threading\n"
-        "atexit.register(print, 'the end')\n"
-        "threading.Timer(0.1, print, ['a thread']).start()\n"
-        "print('the script')"
-    )
-    ended = launch.python("ending.py", cwd=tmp_path)
+    if script != ENDING:
+        assert (ended.stdout, ended.stderr) == ("", errors)
+        return
     assert ended.stdout.splitlines() == ["the script", "a thread", "the end"]
-
-
-def test_an_exception_in_a_fork_shows_its_traceback(tmp_path: Path) -> None:
-    (tmp_path / "ending.py").write_text("def divide():\n    1 / 0\ndivide()")
-    ended = launch.python("ending.py", cwd=tmp_path)
-    assert ended.returncode == 1
     assert "in divide" in ended.stderr
-    assert ended.stderr.endswith("ZeroDivisionError: division by zero\n")
+    assert ended.stderr.endswith(errors)
 
 
 @pytest.mark.parametrize("processes", [None, 2])
@@ -125,7 +125,7 @@ def lives(file: Path) -> bool:
 def test_programs_end_when_the_tests_are_killed(options: dict[str, Any], tmp_path: Path) -> None:
     script = "import os, time\nopen(f'began-{os.getpid()}', 'w')\ntime.sleep(600)"
     (tmp_path / "endless.py").write_text(script)
-    tests = "from tests.harness import launch\nlaunch.PRELOADED = ()\n"
+    tests = "from tests.harness import launch\nlaunch.PRELOADED, launch.SHARED = (), 'NONE'\n"
     tests += f"launch.python('endless.py', cwd={str(tmp_path)!r}, **{options})"
     with subprocess.Popen([sys.executable, "-c", tests], cwd=launch.ROOT) as program:
         try:
@@ -140,21 +140,19 @@ import os
 from mpi4py import MPI
 comm = MPI.COMM_WORLD
 left = comm.sendrecv(comm.rank, (comm.rank + 1) % comm.size, source=(comm.rank - 1) % comm.size)
-print(f"process {comm.rank} of {comm.size}, after {left}, {os.getppid()}")
+print(f"process {comm.rank} of {comm.size}, after {left}, {os.getppid()}", flush=True)
+comm.Barrier()
+raise SystemExit(7)
 """
 
 
 def test_forks_under_mpirun_are_mpi_processes(tmp_path: Path) -> None:
+    """With their exit code."""
     (tmp_path / "ring.py").write_text(RING)
     ended = launch.python("ring.py", cwd=tmp_path, processes=3)
-    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.returncode == 7
     lines = [line.rpartition(", ") for line in sorted(ended.stdout.splitlines())]
     assert [words for words, _, _ in lines] == [
         f"process {i} of 3, after {(i - 1) % 3}" for i in range(3)
     ]
     assert len({parent for _, _, parent in lines}) == 1, "the server"
-
-
-def test_the_exit_code_of_a_fork_is_that_of_mpirun(tmp_path: Path) -> None:
-    (tmp_path / "ending.py").write_text("import sys; sys.exit(7)")
-    assert launch.python("ending.py", cwd=tmp_path, processes=2).returncode == 7

@@ -52,7 +52,7 @@ def test_files_that_start_programs_are_known_by_their_imports() -> None:
 @pytest.mark.parametrize(
     ("change", "reached", "others"),
     [
-        ("powergossip.compare.page", ["compare/test_compare_page"], ["network/test_network"]),
+        ("powergossip.compare.output", ["compare/test_compare_files"], ["network/test_network"]),
         # by a program that the test starts
         (
             "powergossip.training.trainer",

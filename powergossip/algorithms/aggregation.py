@@ -12,76 +12,15 @@ Axes: worker (hosted here); D parameters of a worker.
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, cast
-
-from torch import Tensor
+from typing import Any
 
 from powergossip import compressors, options
 from powergossip.algorithms import chunked, dgc, power_sgd, sign_sgd
+from powergossip.algorithms.averaging import Aggregation as Aggregation
 from powergossip.algorithms.error_feedback import ErrorFeedback
 from powergossip.algorithms.error_feedback import ErrorFeedbackConfig as ErrorFeedbackConfig
-from powergossip.network import Conversation, Network
+from powergossip.network import Network
 from powergossip.parameters import Layout
-
-
-class Aggregation(Protocol):
-    """Approximates the mean gradient. The residual of each worker is part of the next step.
-
-    Gradients are without weight decay, which is added to the mean. Derive your own class from this
-    one: then `step` suffices if it has no state.
-
-    Attributes:
-        owns_momentum: True if it applies momentum itself (see OwnsMomentum), and the local
-            optimizer has none.
-        clips: True if it clips gradients itself.
-    """
-
-    @property
-    def owns_momentum(self) -> bool:
-        return False
-
-    @property
-    def clips(self) -> bool:
-        return False
-
-    def step(self, gradient: Tensor, mean: Tensor) -> Conversation:
-        """Reduce gradient [worker, D] to its residual, and fill mean [worker, D], equal in all."""
-        ...
-
-    def at_epoch(self, epoch: float) -> None:
-        """Follow schedules. Called before each step with the fractional epoch."""
-        return
-
-    def at_learning_rate(self, *rates: float) -> None:
-        """Set the learning rate of the next step: one for all tensors, or one for each, in the
-        order of layout.shapes."""
-        return
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that the next step depends on besides the gradient: [worker, ...]."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state returned by `state_dict()`."""
-        return
-
-
-class OwnsMomentum(Aggregation, Protocol):
-    """An aggregation with owns_momentum=True, of `momentum` as in torch.optim.SGD.
-
-    The weight decay has the same momentum, in a buffer of the learning rule.
-    """
-
-    momentum: float
-    nesterov: bool
-
-
-def momentum_of(aggregation: Aggregation) -> tuple[float, bool]:
-    """Return the momentum that an aggregation applies itself, and whether it is Nesterov's."""
-    if not aggregation.owns_momentum:
-        return 0.0, False
-    owner = cast(OwnsMomentum, aggregation)
-    return owner.momentum, owner.nesterov
 
 
 def _row(kind: Callable[..., Any], config: Callable[..., Any], **more: Any) -> options.Builder:

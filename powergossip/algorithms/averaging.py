@@ -1,4 +1,5 @@
-"""The interface of averaging algorithms, and helpers of several. See algorithms/__init__.py."""
+"""The interfaces of averaging algorithms and of compressed gradients, and helpers of several. See
+algorithms/__init__.py."""
 
 from collections.abc import Mapping
 from enum import Enum
@@ -52,6 +53,41 @@ class Averaging(Protocol):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state returned by `state_dict()`."""
         ...
+
+
+class Aggregation:
+    """Approximates the mean gradient. The residual of each worker is part of the next step.
+
+    Gradients are without weight decay, which is added to the mean. Derive your own class from this
+    one: then `step` suffices if it has no state.
+
+    Attributes:
+        owns_momentum: True if it applies momentum itself, and the local optimizer has none.
+        momentum, nesterov: That momentum, as in torch.optim.SGD. The weight decay has the same
+            momentum, in a buffer of the learning rule.
+        clips: True if it clips gradients itself.
+    """
+
+    owns_momentum = nesterov = clips = False
+    momentum = 0.0
+
+    def step(self, gradient: Tensor, mean: Tensor) -> Conversation:
+        """Reduce gradient [worker, D] to its residual, and fill mean [worker, D], equal in all."""
+        raise NotImplementedError
+
+    def at_epoch(self, epoch: float) -> None:
+        """Follow schedules. Called before each step with the fractional epoch."""
+
+    def at_learning_rate(self, *rates: float) -> None:
+        """Set the learning rate of the next step: one for all tensors, or one for each, in the
+        order of layout.shapes."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the next step depends on besides the gradient: [worker, ...]."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state returned by `state_dict()`."""
 
 
 @runtime_checkable

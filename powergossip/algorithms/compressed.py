@@ -282,8 +282,8 @@ class Moniqua:
         self,
         network: Network,
         layout: Layout,
-        theta: Rate,
-        diffusion_rate: Rate = 1.0,
+        theta: Rate = 0.25,
+        diffusion_rate: Rate = 0.1,
         seed: int = 0,
     ):
         rate = column(network, "diffusion_rate", diffusion_rate, _AUTO.format("moniqua"))

@@ -8,12 +8,13 @@ Axes: worker (hosted here). Each worker has D elements.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from powergossip import checks, compressors
+from powergossip.algorithms.averaging import Aggregation
 from powergossip.compressors import Codec, Compressor
 from powergossip.network import Conversation, Gather, Mean, Network
 from powergossip.parameters import Layout, complement, put_in, take_out
@@ -61,7 +62,7 @@ class ErrorFeedbackConfig:
         )
 
 
-class ErrorFeedback:
+class ErrorFeedback(Aggregation):
     """The mean of the workers' compressed gradients. Each worker keeps its error e_i.
 
     In step t, with the learning rate η_t, the compressor C and momentum m::
@@ -92,8 +93,6 @@ class ErrorFeedback:
     them in the same order, and stay equal to the bit.
     """
 
-    clips: ClassVar[bool] = False
-
     def __init__(
         self, network: Network, layout: Layout, compressor: Compressor, config: ErrorFeedbackConfig
     ):
@@ -122,9 +121,6 @@ class ErrorFeedback:
         # η_t and η_{t−1}: one for all tensors, or one for each.
         self._rates: tuple[float, ...] = (0.0,)
         self._last_rates: tuple[float, ...] = self._rates
-
-    def at_epoch(self, epoch: float) -> None:
-        """Error feedback has no schedule."""
 
     def at_learning_rate(self, *rates: float) -> None:
         """Set η of the next step: one for all tensors, or one for each, as in layout.shapes."""

@@ -188,7 +188,9 @@ class Method:
 
     def largest_rate(self, topology: Topology) -> float:
         """The diffusion rate from which the learning rule is unstable."""
-        return learning_rules.largest_rate(self.learning, topology, self.learning_options)
+        return learning_rules.largest_rate(
+            self.learning, topology, self.learning_options, self.local_optimizer
+        )
 
     def warn_of_rate(self, network: Network, layout: Layout) -> None:
         """Warn of a diffusion rate that may make the method diverge."""

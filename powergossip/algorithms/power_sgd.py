@@ -9,12 +9,13 @@ parameters.batches), rank, row, column. Each worker has D elements.
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from powergossip import checks, randomness
+from powergossip.algorithms import averaging
 from powergossip.network import Conversation, Mean, Network
 from powergossip.parameters import Layout, Stack, aligned, batches, complement, put_in, take_out
 
@@ -81,7 +82,7 @@ class PowerSGDConfig:
         return rows * columns > self.min_compression_rate * self.elements(rows, columns)
 
 
-class Aggregation:
+class Aggregation(averaging.Aggregation):
     """The mean gradient of all workers, approximately. Each worker keeps its error.
 
     Per matrix M_i of worker i, with `in` on the right side (sides alternate, across steps too), a
@@ -110,9 +111,6 @@ class Aggregation:
     are of `dtype`, by default the network's, as are gradient and mean. Random directions have the
     precision of float32, and are orthonormalized in float64.
     """
-
-    owns_momentum: ClassVar[bool] = False
-    clips: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -145,12 +143,6 @@ class Aggregation:
         self._steps = self._iterations = 0
         for group in self._groups:
             group.draw(self._side, 0)
-
-    def at_epoch(self, epoch: float) -> None:
-        """PowerSGD has no schedule."""
-
-    def at_learning_rate(self, *rates: float) -> None:
-        """The error is in units of the gradient."""
 
     @property
     def steps(self) -> int:

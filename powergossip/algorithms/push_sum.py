@@ -56,7 +56,7 @@ class PushSum:
         ValueError: In a step with running_sums, for a message of 128 or more.
     """
 
-    needs_doubly_stochastic = False
+    needs_doubly_stochastic, one_way = False, True  # see GossipRule
 
     def __init__(self, network: Network, layout: Layout, *, running_sums: bool = False):
         checks.check(

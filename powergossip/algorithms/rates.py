@@ -171,7 +171,7 @@ def warn_of_rule(name: str, network: Network, rate: float, largest: float) -> No
         network,
         f"a diffusion rate of {rate:.4g} is too large for learning={name} on "
         f"topology={network.topology.name}: from {safe:g} on, disagreement of the workers grows "
-        "with its outer momentum; use a smaller rate or momentum",
+        "with its momentum; use a smaller rate or momentum",
     )
 
 

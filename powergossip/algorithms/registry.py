@@ -100,23 +100,6 @@ def _dpsgd(network: Network, layout: Layout, *, diffusion_rate: Rate | str = 1.0
     return PlainGossip(network, rates.checked(network, diffusion_rate))
 
 
-def _moniqua(
-    network: Network,
-    layout: Layout,
-    *,
-    theta: Rate = 0.25,
-    diffusion_rate: Rate = 0.1,
-    seed: int = 0,
-) -> Averaging:
-    """Moniqua.
-
-    Args:
-        theta: Bound θ on the differences between neighbors.
-        diffusion_rate: Diffusion rate γ.
-    """
-    return Moniqua(network, layout, theta, diffusion_rate, seed)
-
-
 # Registry names: `optimizer` in train.py, `algorithm` in gossip_run.py. A row is called with the
 # network and the layout. Its other parameters are the algorithm's options.
 AVERAGING: dict[str, _options.Builder] = {
@@ -125,7 +108,7 @@ AVERAGING: dict[str, _options.Builder] = {
     "power-gossip": PowerGossip,
     "choco": _choco,
     "deepsqueeze": _deepsqueeze,
-    "moniqua": _moniqua,
+    "moniqua": Moniqua,
     "push-sum": PushSum,
     "sparta": RandomEntries,
 }

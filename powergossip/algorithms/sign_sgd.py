@@ -7,12 +7,13 @@ Axes: worker (hosted here). Each worker has D elements.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from powergossip import checks
+from powergossip.algorithms.averaging import Aggregation
 from powergossip.compressors import pack, unpack
 from powergossip.network import Conversation, Gather, Network
 from powergossip.parameters import Layout
@@ -35,7 +36,7 @@ class SignSGDConfig:
         checks.below_one("momentum", self.momentum)
 
 
-class SignSGDAggregation:
+class SignSGDAggregation(Aggregation):
     """The majority vote of the workers' signs, −1, 0 or 1 for each element::
 
         u_i ← β u_i + (1 − β) g_i
@@ -56,10 +57,7 @@ class SignSGDAggregation:
     Vogels et al. (github.com/epfml/powersgd). A vote counted at a server would lose the ties.
     """
 
-    owns_momentum: ClassVar[bool] = True
-    clips: ClassVar[bool] = False
-    momentum: float = 0.0  # of the weight decay
-    nesterov: bool = False
+    owns_momentum = True  # weight decay has no momentum
 
     def __init__(self, network: Network, layout: Layout, config: SignSGDConfig):
         self._network, self._size, self._beta = network, layout.size, config.momentum
@@ -68,12 +66,6 @@ class SignSGDAggregation:
         if self._beta:
             shape = network.rows, layout.size
             self._momentum = torch.zeros(shape, dtype=network.dtype, device=network.device)
-
-    def at_epoch(self, epoch: float) -> None:
-        """signSGD has no schedule."""
-
-    def at_learning_rate(self, *rates: float) -> None:
-        """The vote does not depend on the learning rate."""
 
     @property
     def compression_rate(self) -> float:

@@ -129,11 +129,13 @@ def _run(options: argparse.Namespace) -> None:
         method = str(Path(method).resolve())
         if options.task is None and method.endswith(".json"):
             names = list(submissions.read(Path(method))["tiers"].get(options.tier, TASKS))
+    alone = len(set(options.task or ())) == 1
     for name in options.task or ():
         if name not in entry.settings:
-            raise BadInput(
-                f"{entry.name} has no settings of {name}; use {', '.join(entry.settings)}"
-            )
+            lacking = f"{entry.name} has no settings of {name}; use {', '.join(entry.settings)}"
+            if alone:
+                raise BadInput(lacking)
+            print(f"left out: {lacking}")
     campaign = Campaign(entry, method, options.tier, names, options.folder)
     own = options.folder / f"{entry.name}.json"
     if own.exists():
@@ -141,10 +143,7 @@ def _run(options: argparse.Namespace) -> None:
             submissions.read(own)
         except BadInput as error:
             raise BadInput(f"{error}; move it, so that it is not overwritten") from error
-    named = options.task or ()
-    campaign.tasks = [
-        task for task in campaign.tasks if accepts(entry, task, options.tier, task.name in named)
-    ]
+    campaign.tasks = [task for task in campaign.tasks if accepts(entry, task, options.tier, alone)]
     if not campaign.tasks:
         raise BadInput(f"no task accepts the settings of {entry.name}; tried: {', '.join(names)}")
     most = max(len(entry.settings[task.name]) for task in campaign.tasks)
@@ -166,10 +165,10 @@ def _run(options: argparse.Namespace) -> None:
         sys.exit(1)
 
 
-def accepts(entry: Entry, task: BenchmarkTask, tier: str, named: bool = False) -> bool:
+def accepts(entry: Entry, task: BenchmarkTask, tier: str, alone: bool = False) -> bool:
     """True if a task accepts the settings of an entry. Says so if it accepts no setting.
 
-    Raises BadInput if it accepts some of them only, is named, or has its own list.
+    Raises BadInput if it accepts some of them only, is the only one, or has its own list.
     """
     from powergossip.benchmark import program
 
@@ -182,7 +181,7 @@ def accepts(entry: Entry, task: BenchmarkTask, tier: str, named: bool = False) -
             rejected.append(error)
     if not rejected:
         return True
-    if named or task.name in entry.demanded or len(rejected) < len(settings):
+    if alone or task.name in entry.demanded or len(rejected) < len(settings):
         raise rejected[0]
     print(f"left out: {rejected[0]}")
     return False

@@ -1,6 +1,5 @@
-"""Tables, figures and the page of a comparison."""
+"""Tables and figures of a comparison."""
 
-import html
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -11,14 +10,12 @@ from powergossip import formatting
 from powergossip.benchmark import library
 from powergossip.benchmark.comparison import Line, front, lines, pair
 from powergossip.benchmark.tasks import RATES, TASKS, TIERS, BenchmarkTask
-from powergossip.compare.page import STYLE, html_of
 from powergossip.runs import figures
 
 Entries = Sequence[Mapping[str, Any]]
 Table = list[list[str]]
 
-SORT = Path(__file__).with_name("sort.js")
-NAME = "benchmark"  # of the files
+NAME = "benchmark"  # of the file
 
 
 def text(entries: Entries, tier: str, tasks: Sequence[str] | None, chosen: str | None) -> str:
@@ -46,33 +43,27 @@ def text(entries: Entries, tier: str, tasks: Sequence[str] | None, chosen: str |
 
 
 def write(entries: Entries, folder: Path, tasks: Sequence[str] | None = None) -> list[Path]:
-    """Write benchmark.md, benchmark.html and a figure for each task and tier."""
+    """Write benchmark.md, and a figure for each task and tier."""
     folder.mkdir(parents=True, exist_ok=True)
-    written, sections, blocks = [], [], []
+    written, sections = [], []
     for tier in TIERS:
         by_task = {task.name: lines(task, tier, entries)[0] for task in _of(tasks)}
         if not any(by_task.values()):
             continue
-        rows = overview(by_task)
-        sections.append(f"### Tier {tier}\n\n{_markdown(rows)}")
-        blocks.append(f"<h2>Tier {tier}</h2>\n{_html(rows)}")
+        sections.append(f"### Tier {tier}\n\n{_markdown(overview(by_task))}")
         for name, found in by_task.items():
             if not found:
                 continue
             figure = folder / f"{name}-{tier}.svg"
             title, shown = _title(TASKS[name]), f"#### {_title(TASKS[name])}\n\n"
             shown += _markdown(table(found))
-            drawn = ""
             if draw(found, figure):
                 written.append(figure)
                 shown += f"\n\n![{title}: quality by megabytes sent]({figure.name})"
-                drawn = _inline(figure)
             sections.append(shown)
-            blocks.append(f"<h3>{html.escape(title)}</h3>\n{_html(table(found))}\n{drawn}")
-    page, document = folder / f"{NAME}.md", folder / f"{NAME}.html"
+    page = folder / f"{NAME}.md"
     page.write_text("\n\n".join(sections) + "\n")
-    document.write_text(_document("\n".join(blocks)))
-    return [page, document, *written]
+    return [page, *written]
 
 
 def overview(by_task: Mapping[str, Sequence[Line]]) -> Table:
@@ -206,30 +197,3 @@ def _single(value: float | None, factor: float) -> str:
 
 def _markdown(rows: Table) -> str:
     return f'<div class="sortable">\n\n{formatting.markdown(rows[0], rows[1:])}\n\n</div>'
-
-
-def _html(rows: Table) -> str:
-    header, *body = (
-        "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row)
-        for tag, row in zip(["th", *["td"] * (len(rows) - 1)], rows, strict=True)
-    )
-    lines = "\n".join(f"<tr>{line}</tr>" for line in body)
-    return (
-        f'<div class="scroll"><table><thead><tr>{header}</tr></thead>\n'
-        f"<tbody>{lines}</tbody></table></div>"
-    )
-
-
-def _inline(figure: Path) -> str:
-    """The SVG as a part of the page."""
-    content = figure.read_text()
-    return content[content.index("<svg") :]
-
-
-def _document(body: str) -> str:
-    style = STYLE + " svg { max-width: 100%; height: auto; background: #fff; }"
-    title, hint = (
-        "Decentralized learning: methods side by side",
-        "A click on a cell of a header sorts its table.",
-    )
-    return html_of(title, style, SORT.read_text(), '<body class="sortable">', hint, f"{body}\n")

@@ -4,7 +4,6 @@
     groups.py        groups of seeds, what differs between them, the cells of the table
     output.py        text, Markdown, figures
     command_line.py  powergossip-compare
-    page.py          the HTML page
 
 Nothing here imports torch, so that it starts fast.
 """

@@ -2,7 +2,7 @@
 
     powergossip-compare output/a output/b
     powergossip-compare 'output/ring-*' --output output/compared
-    powergossip-compare output/* --metric cross_entropy --split valid --output loss.html
+    powergossip-compare output/* --metric cross_entropy --split valid --output loss.svg
 
 The table has the metric at the end of a run and at its best epoch, of the mean model and of the
 worst worker, the megabytes that worker 0 has sent, the seconds, and each key of the configuration
@@ -20,7 +20,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from powergossip import command_line
-from powergossip.compare import page
 from powergossip.compare.groups import Section, sections
 from powergossip.compare.output import (
     DEFAULT_FORMATS,
@@ -44,11 +43,6 @@ def main(arguments: Sequence[str]) -> None:
         print(f"note: {visible(text)}", file=sys.stderr)
 
     targets = _targets(options.output, options.format)
-    if any(form == "html" for _, form in targets) and not page.available():
-        if "html" in options.format or not _is_folder(options.output):
-            raise BadInput("the format html needs the package plotly; pip install plotly")
-        warn("no HTML page, since the package plotly is missing; pip install plotly")
-        targets = [(path, form) for path, form in targets if form != "html"]
     runs = []
     found_folders = folders(options.runs, warn)
     for folder in found_folders:

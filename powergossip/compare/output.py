@@ -1,11 +1,10 @@
-"""Files of a comparison: tables as text and Markdown, figures, the HTML page."""
+"""Files of a comparison: tables as text and Markdown, figures."""
 
 import html
 from collections.abc import Sequence
 from pathlib import Path
 
 from powergossip import formatting
-from powergossip.compare import page
 from powergossip.compare.groups import Section
 from powergossip.runs import figures
 
@@ -15,10 +14,9 @@ FORMATS = {  # suffix of a file → format
     ".svg": "svg",
     ".png": "png",
     ".pdf": "pdf",
-    ".html": "html",
 }
 SUFFIXES = {name: suffix for suffix, name in FORMATS.items()}
-DEFAULT_FORMATS = ("markdown", "svg", "html")  # of a folder
+DEFAULT_FORMATS = ("markdown", "svg")  # of a folder
 STEM = "compared"  # of the files in a folder
 
 
@@ -60,8 +58,6 @@ def write(
         path.write_text(text(found) + "\n")
     elif form == "markdown":
         path.write_text(markdown(found, linked))
-    elif form == "html":
-        page.write(found, path)
     else:
         files = _figure_files(found, path)
         for section, file in zip(found, files, strict=True):

@@ -27,12 +27,6 @@ class Config:
     topology_options: dict[str, Any] = field(default_factory=dict)  # such as {degree: 4}, and for
     #   static undirected graphs {weights: metropolis}, constant or fastest
 
-    # Late exchanges
-    gossip: str = "synchronous"  # bounded or asynchronous: exchanges are not waited for
-    max_delay: int | None = None  # exchanges that an edge may be behind with gossip=bounded (1)
-    scenario: Any = None  # speeds, delays, losses, deaths and joins, for the virtual clock of one
-    #   process (docs/when-workers-fail.md): a YAML file or a mapping
-
     # Algorithms
     algorithm: Any = "power_gossip"  # a name of gossip_run.ALGORITHMS, a list of names, or all
     compression_rank: int = 1  # rank r of power_gossip and svd; top-k and random-k keep
@@ -66,8 +60,3 @@ class Settings(Config):
     def as_dict(self) -> dict[str, Any]:
         """The values by key, in the order of config.yaml."""
         return asdict(self)
-
-    @property
-    def by_edges(self) -> bool:
-        """True if workers exchange with one neighbor at a time, each in its own steps."""
-        return self.scenario is not None or self.gossip != "synchronous"

@@ -12,7 +12,6 @@ from powergossip.checks import BadValue
 from powergossip.consensus.config import Settings
 from powergossip.consensus.data import DATA
 from powergossip.consensus.methods import ALGORITHMS, ConsensusMethod
-from powergossip.events import scenario
 from powergossip.network import Processes
 from powergossip.network import hosted_workers as hosted
 from powergossip.runs.configuration import plain
@@ -71,9 +70,6 @@ def checked(config: DictConfig, processes: Processes) -> Settings:
     )
     checks.one_of("data_type", c.data_type, DATA)
     c.algorithm = _algorithms(c.algorithm)
-    scenario.resolve(c, processes.size)
-    replay = scenario.read(c.scenario or {}, c.n_workers, c.seed).replay
-    checks.check("scenario.replay", replay, replay is None, "train.py, which can replay a file")
     _check_num_steps(c.num_steps)
     return c
 

@@ -16,16 +16,11 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from powergossip import algorithms, checks, compressors, kernels, topologies
-from powergossip.algorithms import learning
 from powergossip.algorithms.rates import AUTO
 from powergossip.checks import BadValue
 from powergossip.consensus.config_checks import Setting, checked, grid, num_steps
 from powergossip.consensus.data import DATA, Matrices
 from powergossip.consensus.methods import ALGORITHMS
-from powergossip.events import averaging, scenario
-from powergossip.events.members import Members, View
-from powergossip.events.virtual_clock import VirtualClock
-from powergossip.events.worker import Policy, Worker
 from powergossip.network import Network, Processes, choose_device
 from powergossip.network import hosted_workers as hosted
 from powergossip.network.processes import OF_FILES
@@ -106,8 +101,7 @@ class Sweep:
         total = processes.sum(torch.stack(sums).sum(0).cpu().numpy())
         self.mean = torch.from_numpy(total / c.n_workers).to(self.device)
         elements = batch_elements or BATCH_ELEMENTS[self.device.type]
-        self.by_edges = c.by_edges
-        self._settings_per_batch = 1 if self.by_edges else max(1, elements // self.start.numel())
+        self._settings_per_batch = max(1, elements // self.start.numel())
 
     def _check_algorithms(self) -> None:
         """Raise ValueError for an algorithm that cannot run on this topology or with this rank."""
@@ -128,11 +122,6 @@ class Sweep:
                 )
             # With the largest rate, so that the only warning about a rate comes before the run.
             largest = max(settings, key=lambda setting: setting["diffusion_rate"])
-            if self.config.by_edges:
-                ok = method.averaging in averaging.EXCHANGES
-                accepted = "uncompressed, power_gossip and the like, or choco with a scenario"
-                checks.check("algorithm", name, ok, accepted)
-                Members(self.topology)
             as_configured = {"diffusion_rate": AUTO} if self.config.diffusion_rate == AUTO else {}
             try:
                 self.averaging(name, [largest], network, Layout([(2, 2)]), **as_configured)
@@ -199,10 +188,7 @@ class Sweep:
 
     def _gossip(self, name: str, settings: list[Setting], clock: Clock, log: "_Log") -> None:
         """Gossip with several settings of one algorithm concurrently."""
-        batch: MatrixBatch | BatchByEdges = (BatchByEdges if self.by_edges else MatrixBatch)(
-            self, name, settings
-        )
-        last = self.num_steps(name)
+        batch, last = MatrixBatch(self, name, settings), self.num_steps(name)
         for step in range(last + 1):
             if is_logged(step) or step == last:
                 before = len(batch.settings)
@@ -261,7 +247,6 @@ class Measurement:
     tags: Mapping[str, str]
     bits: int
     messages: int
-    seconds: float | None = None  # virtual ones since the start
 
 
 class _Log:
@@ -281,9 +266,7 @@ class _Log:
                 "epoch": step,
                 "bits": row.bits,
                 "messages": row.messages,
-                "seconds": (
-                    time.perf_counter() - self._began if row.seconds is None else row.seconds
-                ),
+                "seconds": time.perf_counter() - self._began,
             }
             self._hooks.log_metric(row.name, values, row.tags)
 
@@ -374,59 +357,6 @@ class MatrixBatch:
         self._network, self._averaging = self._build()
         self._network.round = network.round
         self._averaging.load_state_dict(map_tensors(lambda tensor: tensor[rows], state))
-
-
-class BatchByEdges:
-    """A setting of an algorithm whose workers exchange by edges, on the virtual clock.
-
-    A step is one of the workers alive on average, and errors are theirs. For settings and x see
-    Batch.
-    """
-
-    def __init__(self, sweep: Sweep, name: str, settings: list[Setting]):
-        self.settings, self.x = settings, sweep.start.clone()
-        c, self._sweep, self._name = sweep.config, sweep, name
-        method = ALGORITHMS[name].method({**settings[0], **sweep.options(sweep.layout)})
-        options = method.resolved(sweep.topology, sweep.layout)
-        rule = averaging.make(method.averaging, sweep.layout, sweep.processes, **options)
-        members, policy = Members(sweep.topology), Policy(c.gossip, c.max_delay or 0)
-        network = Network(sweep.topology, sweep.processes, sweep.device)
-
-        def make(index: int, view: View, steps: int) -> Worker:
-            x = self.x[index : index + 1]
-            buffers, none = learning.Buffers(x, x, sweep.layout), learning.NoUpdate()
-            own = learning.DPSGD(learning.Workers(network, lambda _: rule, buffers, none))
-            return Worker(index, members, rule, own, policy, view, steps)
-
-        drawn = scenario.read(c.scenario or {}, c.n_workers, c.seed)
-        self._clock = VirtualClock(drawn, [self.x], make, lambda worker, step: None)
-        self._limit = _DIVERGED * max(self._error(), 1e-9 * float(sweep.mean.square().sum()))
-
-    def step(self) -> None:
-        """One step of the workers alive on average."""
-        self._clock.run(self._clock.progress + 1)
-
-    def measure(self, step: int) -> list[Measurement]:
-        """Measure the setting, then remove it if it has diverged."""
-        error, clock, setting = self._error(), self._clock, self.settings[0]
-        fine = error <= self._limit  # False for NaN
-        if not fine:
-            self.settings = []
-        return [
-            Measurement(
-                "error" if fine else "diverged",
-                error if fine else step,
-                self._sweep.tags(self._name, setting),
-                int(clock.counter.bits[0]),
-                int(clock.counter.messages[0]),
-                clock.now,
-            )
-        ]
-
-    def _error(self) -> float:
-        """(1/n) Σ_i ‖x_i − x̄_0‖² over the workers alive."""
-        x = self.x[self._clock.alive]
-        return float((x - self._sweep.mean).square().sum(1).mean())
 
 
 def is_logged(step: int) -> bool:

@@ -211,7 +211,7 @@ class ChocoEnd:
 
     In the paper, all edges of a worker have one copy of it. Where exchanges are late or skipped,
     edges differ. Messages are in single precision. Copies start at 0. On an edge that begins later,
-    the first part is x_i, uncompressed, and becomes x̂_i.
+    the first part is x_i, uncompressed, and becomes x̂_i. If one end skips that, both begin again.
     """
 
     def __init__(self, rule: Exchanges, network: OneEdge, incarnation: int | None):
@@ -228,8 +228,10 @@ class ChocoEnd:
 
     def exchange(self, own: Tensor, received: Tensor, k: int, weight: float) -> Tensor:
         gossip = self._gossip
-        u = torch.empty_like(gossip.public)
-        if self._late and not self._begun:
+        u = torch.zeros_like(gossip.public)
+        if self._late and len(own) != len(received):  # one end has skipped the first exchange
+            self._begun = False
+        elif self._late and not self._begun:
             gossip.public.copy_(own.view(torch.float32))
             gossip.publics.copy_(received.view(torch.float32))
             self._begun = True

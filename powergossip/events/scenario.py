@@ -39,8 +39,7 @@ from powergossip.checks import BadValue
 from powergossip.randomness import generator
 
 ENDS = ("one", "both")
-POLICIES = ("synchronous", "bounded", "asynchronous")  # key gossip, see worker.Policy
-LEARNING_POLICIES = (*POLICIES, "a2cid2")  # of train.py, see learning.POLICIES
+POLICIES = ("synchronous", "bounded", "asynchronous", "a2cid2")  # key gossip, see worker.Policy
 
 
 @dataclass(frozen=True)
@@ -182,11 +181,11 @@ class ExchangeKeys(Protocol):
     scenario: Any
 
 
-def resolve(c: ExchangeKeys, n_processes: int, linked: bool | None = None) -> bool:
+def resolve(c: ExchangeKeys, n_processes: int, linked: bool) -> bool:
     """Replace a file in c.scenario by its contents, and give c.max_delay its value.
 
     Args:
-        linked: True if processes can exchange by edges. None: they never can in this program.
+        linked: True if processes can exchange by edges.
 
     Returns:
         True unless the keys have the values of synchronous steps without a scenario.
@@ -194,7 +193,7 @@ def resolve(c: ExchangeKeys, n_processes: int, linked: bool | None = None) -> bo
     Raises:
         ValueError: For bad values, and for several processes where one has to host all workers.
     """
-    checks.one_of("gossip", c.gossip, POLICIES if linked is None else LEARNING_POLICIES)
+    checks.one_of("gossip", c.gossip, POLICIES)
     if isinstance(c.scenario, str):
         c.scenario = load(c.scenario)
     if c.scenario is not None:
@@ -209,7 +208,7 @@ def resolve(c: ExchangeKeys, n_processes: int, linked: bool | None = None) -> bo
     if n_processes > 1 and (c.scenario is not None or not linked):
         key = f"gossip={c.gossip}" if c.scenario is None else "scenario"
         how = "use one process, which hosts all workers on the virtual clock"
-        if key != "scenario" and linked is not None:
+        if key != "scenario":
             how += ", or start several with mpirun"
         raise ValueError(f"{key}: {how}")
     return True

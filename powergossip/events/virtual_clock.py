@@ -5,16 +5,16 @@ arrive before workers go on, and otherwise events happen in the order of plannin
 """
 
 import heapq
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from powergossip.events.event_log import Entry
-from powergossip.events.joining import Compute, Make, begin_late
+from powergossip.events.joining import Clock, Compute, Make, begin_late
 from powergossip.events.members import View, raised
 from powergossip.events.scenario import Scenario
 from powergossip.events.worker import Action, Message, Worker, packed, unpacked
@@ -24,16 +24,7 @@ from powergossip.network.counter import Counter
 _KINDS = ("die", "join", "stop", "notice", "arrive", "resume")
 
 
-@dataclass
-class _Lives:
-    """A worker's generator, and whether it waits for a message."""
-
-    worker: Worker
-    life: Generator[Action, None, None]
-    action: Action
-
-
-class VirtualClock:
+class VirtualClock(Clock):
     """Runs the lives of workers through a scenario.
 
     Args:
@@ -59,15 +50,14 @@ class VirtualClock:
         record: bool = False,
         counter: Counter | None = None,
     ):
-        self.scenario, self._models, self._make, self._compute = scenario, models, make, compute
+        super().__init__(make, compute, counter or Counter(scenario.n_workers))
+        self.scenario, self._models = scenario, models
         self.now, self.record = 0.0, record
-        self.counter = counter or Counter(scenario.n_workers)
         self.order: list[Entry] = []
         if record and scenario.elastic:
             self.order.append(Entry(0.0, "views", -1, -1, self._bits_of_view()))
         self._heap: list[tuple[float, int, int, list[Any]]] = []
         self._planned = 0
-        self._lives: dict[int, _Lives] = {}
         self._resuming: set[int] = set()  # workers that wait and have a resumption planned
         self._stopped: dict[int, tuple[float, float]] = {}  # worker → begin and end of its stop
         absent = scenario.absent
@@ -80,16 +70,7 @@ class VirtualClock:
             self._plan(stop.at, "stop", stop.worker, stop.seconds)
         for index in range(scenario.n_workers):
             if index not in absent:
-                self._begin(make(index, self._versions, 0))
-
-    @property
-    def workers(self) -> Mapping[int, Worker]:
-        return {index: lives.worker for index, lives in sorted(self._lives.items())}
-
-    @property
-    def alive(self) -> list[int]:
-        """The workers alive, ascending."""
-        return sorted(self._lives)
+                self._start(make(index, self._versions, 0))
 
     @property
     def progress(self) -> float:
@@ -128,18 +109,18 @@ class VirtualClock:
         of = of or (lambda worker: worker.rule.x[0])
         total: Tensor | float = 0.0
         for i, worker in self.workers.items():
-            for j, edge in worker.edges.items():
+            for j, edge in list(worker.edges.items()):
                 other = self.workers[j].edges.get(i) if j in self._lives else None
                 if edge.own is None or other is None or other.k <= edge.k:
                     continue
                 parts = [m for m in (*edge.inbox.values(), *self._in_flight(j, i)) if m.k == edge.k]
                 if edge.own.part is None or parts[0].part is None:
                     continue
-                again = deepcopy(worker)
-                again.receive(j, parts[0])
-                before = of(again).clone()
-                again.apply(j)
-                total = total + (of(again) - before)
+                with _undone(worker):
+                    worker.receive(j, parts[0])
+                    before = of(worker).clone()
+                    worker.apply(j)
+                    total = total + (of(worker) - before)
         return torch.as_tensor(total)
 
     def _in_flight(self, j: int, i: int) -> list[Message]:
@@ -152,10 +133,8 @@ class VirtualClock:
         self._planned += 1
         heapq.heappush(self._heap, (time, _KINDS.index(kind), self._planned, list(values)))
 
-    def _begin(self, worker: Worker) -> None:
-        """A worker begins its first step."""
-        life = worker.life()
-        self._lives[worker.index] = _Lives(worker, life, next(life))
+    def _start(self, worker: Worker) -> None:
+        self._begin(worker)
         self._after(worker.index)
 
     def _after(self, index: int) -> None:
@@ -185,7 +164,7 @@ class VirtualClock:
         lives = self._lives[index]
         if lives.action is Action.GRADIENT:
             self._compute(index, lives.worker.steps)
-        lives.action = next(lives.life)
+        lives.action = next(lives.actions)
         self._after(index)
 
     def _send(self, worker: Worker) -> None:
@@ -255,7 +234,7 @@ class VirtualClock:
         self._write("join", index, joined.steps)
         for j in sources:
             self._notice(j, list(joined.view))
-        self._begin(joined)
+        self._start(joined)
 
     def _write_order(self, worker: Worker) -> None:
         if self.record:
@@ -281,10 +260,7 @@ class VirtualClock:
             "events": events,
             "resuming": sorted(self._resuming),
             "stopped": {index: list(times) for index, times in self._stopped.items()},
-            "workers": {
-                index: lives.worker.state_dict() | {"action": lives.action.value}
-                for index, lives in self._lives.items()
-            },
+            "workers": self._saved(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -301,9 +277,17 @@ class VirtualClock:
         heapq.heapify(self._heap)
         self._lives = {}
         for index, saved in state["workers"].items():
-            worker = self._make(index, tuple(saved["view"]), saved["steps"])
-            worker.load_state_dict(saved)
-            life = worker.life()
-            next(life)  # at the same place as when it was saved
-            worker.log.clear()
-            self._lives[index] = _Lives(worker, life, Action(saved["action"]))
+            self._restore(index, saved)
+
+
+@contextmanager
+def _undone(worker: Worker) -> Iterator[None]:
+    """A block whose changes of a worker are undone at its end."""
+    x, state = worker.rule.x.clone(), deepcopy(worker.state_dict())
+    late, log = set(worker.late), list(worker.log)
+    try:
+        yield
+    finally:
+        worker.rule.x.copy_(x)
+        worker.load_state_dict(state)
+        worker.late, worker.log = late, log

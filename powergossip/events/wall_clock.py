@@ -7,7 +7,7 @@ announce the end of a run of steps, and all survivors agree on it.
 
 import math
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +18,7 @@ import numpy as np
 from powergossip.events import event_log
 from powergossip.events.deadline import Deadline
 from powergossip.events.event_log import Entry
-from powergossip.events.joining import Compute, Make
+from powergossip.events.joining import Clock, Compute, Make
 from powergossip.events.members import View, raised, union
 from powergossip.events.packing import bits_of_view, packed, unpacked
 from powergossip.events.worker import Action, Worker
@@ -41,16 +41,7 @@ class _Pending:
     deadline: Deadline = field(default_factory=Deadline)
 
 
-@dataclass
-class _Lives:
-    """A worker's generator, and the action it waits for."""
-
-    worker: Worker
-    life: Generator[Action, None, None]
-    action: Action
-
-
-class WallClock:
+class WallClock(Clock):
     """Runs the lives of the workers of this process.
 
     Args:
@@ -81,14 +72,13 @@ class WallClock:
         measure: Callable[[str], AbstractContextManager[Any]] = nullcontext,
         counter: Counter | None = None,
     ):
-        self.links, self._make, self._compute = links, make, compute
+        super().__init__(make, compute, counter or Counter(len(links.workers)))
+        self.links = links
         self._together, self.survives, self._measure = together, survives, measure
-        self.counter = counter or Counter(len(links.workers))
         self._rows = {worker: row for row, worker in enumerate(links.workers)}
         self.order_file: Path | None = None
         self._started = time.monotonic()
         self._versions: View = (0,) * len(links.homes)
-        self._lives: dict[int, _Lives] = {}
         self._pending: dict[tuple[int, int], _Pending] = {}
         self._progress: dict[int, int] = {}  # process → steps of its workers
         self._noted = (0.0, -1)  # time of the last note, and its steps
@@ -105,15 +95,6 @@ class WallClock:
     @property
     def now(self) -> float:
         return time.monotonic() - self._started
-
-    @property
-    def workers(self) -> Mapping[int, Worker]:
-        return {index: lives.worker for index, lives in sorted(self._lives.items())}
-
-    @property
-    def alive(self) -> list[int]:
-        """The workers of this process."""
-        return sorted(self._lives)
 
     @property
     def everybody(self) -> list[int]:
@@ -147,7 +128,9 @@ class WallClock:
         then arrived.
         """
         while self._new:
-            self._begin(self._new.pop(0))
+            worker = self._new.pop(0)
+            self._begin(worker)
+            self._send(worker)
         self._began = time.monotonic(), self.progress, self._own_progress
         self._note_progress(steps)
         while not self._over(steps):
@@ -198,7 +181,7 @@ class WallClock:
                 self.find_late(worker)
                 if worker.waiting_for():
                     continue
-            lives.action = next(lives.life)
+            lives.action = next(lives.actions)
             self._send(worker)
             resumed = True
             if self._stopped or self._ended >= steps:
@@ -215,12 +198,6 @@ class WallClock:
                     until = min(until, self._due(index, j) - now)
         with self._measure("communication"):
             self.links.wait(max(0.0, until))
-
-    def _begin(self, worker: Worker) -> None:
-        """A worker begins its first step."""
-        life = worker.life()
-        self._lives[worker.index] = _Lives(worker, life, next(life))
-        self._send(worker)
 
     # --- Messages ---
 
@@ -320,24 +297,13 @@ class WallClock:
 
     def state_dict(self) -> dict[int, dict[str, Any]]:
         """Everything but x and the counter, by worker of this process. To be called after `run`."""
-        return {
-            index: {
-                "worker": lives.worker.state_dict() | {"action": lives.action.value},
-            }
-            for index, lives in self._lives.items()
-        }
+        return {index: {"worker": saved} for index, saved in self._saved().items()}
 
     def load_state_dict(self, state: Mapping[int, Mapping[str, Any]]) -> None:
         """Restore the state returned by `state_dict()`, after x. To be called before `run`."""
         self._new = []
         for index, found in state.items():
-            saved = found["worker"]
-            worker = self._make(index, tuple(saved["view"]), saved["steps"])
-            worker.load_state_dict(saved)
+            worker = self._restore(index, found["worker"])
             self._versions = union(self._versions, worker.view)
-            life = worker.life()
-            next(life)  # at the same place as when it was saved
-            worker.log.clear()
-            self._lives[index] = _Lives(worker, life, Action(saved["action"]))
             for j in worker.edges:
                 self._pending_of(index, j).since = time.monotonic()

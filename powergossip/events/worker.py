@@ -20,7 +20,7 @@ from torch import Tensor
 from powergossip.algorithms.learning import GossipRule
 from powergossip.events.averaging import End, Exchanges
 from powergossip.events.members import Members, View, union
-from powergossip.events.scenario import LEARNING_POLICIES
+from powergossip.events.scenario import POLICIES
 
 
 class Action(Enum):
@@ -92,7 +92,7 @@ class Policy:
     """
 
     def __init__(self, gossip: str = "synchronous", max_delay: int = 0):
-        assert gossip in LEARNING_POLICIES
+        assert gossip in POLICIES
         self.limit = {"synchronous": 0, "bounded": max_delay}.get(gossip)
 
     def waits(self, edge: Edge, step: int) -> bool:

@@ -3,6 +3,8 @@
 import multiprocessing
 import os
 import sys
+from collections.abc import Callable
+from operator import is_
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from powergossip.network.processes import ChildProcess, Processes
 BACKENDS = ("auto", "mpi", "gloo", "nccl")
 
 _found: Processes | None = None
-_known: list[tuple[Any, Processes]] = []  # groups and communicators, and their processes
+_known: list[tuple[tuple[Any, ...], Processes]] = []  # groups and communicators, their processes
 
 
 def processes(
@@ -73,20 +75,14 @@ def processes_of(group: Any = None) -> Processes:
         return processes()
     if isinstance(group, Processes):
         return group
-    for known, its_processes in _known:
-        if known is group:
-            return its_processes
     if isinstance(group, dist.ProcessGroup):
         return _group_processes(group)
     if _is_communicator(group):
         from powergossip.network.mpi import MPIProcesses
 
-        found = MPIProcesses(group.Dup()) if group.size > 1 else Processes()
-        if found.size > 1:
-            exits.end_together(found)
-            kernels.agree(found)
-        _known.append((group, found))
-        return found
+        return _known_or(
+            lambda: MPIProcesses(group.Dup()) if group.size > 1 else Processes(), group
+        )
     raise BadInput(
         f"process_group={group!r}: use a ProcessGroup of torch.distributed that has this process, "
         "or a communicator of mpi4py"
@@ -97,19 +93,27 @@ def _is_communicator(group: Any) -> bool:
     return "mpi4py.MPI" in sys.modules and isinstance(group, sys.modules["mpi4py.MPI"].Intracomm)
 
 
-def _group_processes(group: dist.ProcessGroup, backend: str = "auto") -> Processes:
-    for known, its_processes in _known:
-        if known is group:
-            return its_processes
-    found = Processes()
-    if dist.get_world_size(group) > 1:
-        from powergossip.network.torch.processes import GroupProcesses
+def _known_or(make: Callable[[], Processes], *groups: Any) -> Processes:
+    """The processes of these groups. The first call makes and connects them."""
+    for known, found in _known:
+        if len(known) == len(groups) and all(map(is_, known, groups)):
+            return found
+    made = make()
+    if made.size > 1:
+        exits.end_together(made)
+        kernels.agree(made)
+    _known.append((groups, made))
+    return made
 
-        found = GroupProcesses(group, backend)
-        exits.end_together(found)
-        kernels.agree(found)
-    _known.append((group, found))
-    return found
+
+def _group_processes(group: dist.ProcessGroup, backend: str = "auto") -> Processes:
+    from powergossip.network.torch.processes import GroupProcesses
+
+    def make() -> Processes:
+        alone = dist.get_world_size(group) == 1
+        return Processes() if alone else GroupProcesses(group, backend)
+
+    return _known_or(make, group)
 
 
 def processes_of_replicas(group: dist.ProcessGroup, shards: dist.ProcessGroup) -> Processes:
@@ -120,16 +124,9 @@ def processes_of_replicas(group: dist.ProcessGroup, shards: dist.ProcessGroup) -
     """
     if dist.get_world_size(group) == 1:
         return Processes()
-    for known, its_processes in _known:
-        if known == (group, shards):
-            return its_processes
     from powergossip.network.torch.processes import ReplicaProcesses
 
-    found = ReplicaProcesses(group, _group_processes(shards))
-    exits.end_together(found)
-    kernels.agree(found)
-    _known.append(((group, shards), found))
-    return found
+    return _known_or(lambda: ReplicaProcesses(group, _group_processes(shards)), group, shards)
 
 
 def _find(backend: str, file: str | None, rank: int, size: int) -> Processes:

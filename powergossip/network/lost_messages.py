@@ -1,5 +1,6 @@
 """Lost messages of rules without exchanges by edges: push-sum, RelaySGD."""
 
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 
 from powergossip.network.edges import Edges
-from powergossip.network.message_types import Conversation, ToEach
+from powergossip.network.message_types import Conversation, Message, ToEach, mapped
 
 Lost = Callable[[int, int, int], bool]  # (source, destination, step)
 
@@ -27,24 +28,16 @@ class Losses:
 
     def __call__(self, conversation: Conversation, edges: Edges, step: int) -> Conversation:
         """The same conversation with losses, on the edges of this step."""
-        received, index = None, 0
-        while True:
-            try:
-                messages = conversation.send(received)
-            except StopIteration:
-                return
-            answer = yield messages
-            several = isinstance(messages, tuple)
-            kept = []
-            for message, tensor in zip(
-                messages if several else (messages,), answer if several else (answer,), strict=True
-            ):
-                own = message.edges if isinstance(message, ToEach) else None
-                kept.append(self._of(own or edges, step, tensor, str(index)))
-                index += 1
-            received = tuple(kept) if several else kept[0]
+        index = itertools.count()
 
-    def _of(self, edges: Edges, step: int, tensor: Tensor, index: str) -> Tensor:
+        def lossy(messages: tuple[Message, ...], answers: tuple[Any, ...]) -> tuple[Any, ...]:
+            own = ((isinstance(m, ToEach) and m.edges) or edges for m in messages)
+            pairs = zip(own, answers, strict=True)
+            return tuple(self._kept(used, step, answer, str(next(index))) for used, answer in pairs)
+
+        return mapped(conversation, lossy)
+
+    def _kept(self, edges: Edges, step: int, tensor: Tensor, index: str) -> Tensor:
         sources = edges.neighbors
         gone = torch.zeros(sources.shape, dtype=torch.bool, device=tensor.device)
         for worker, slot in np.argwhere(sources >= 0).tolist():

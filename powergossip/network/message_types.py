@@ -1,6 +1,6 @@
 """The messages that a conversation yields."""
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,3 +73,23 @@ def together(*conversations: Conversation) -> Conversation:
         for conversation, messages, several in asked:
             received = tuple(next(answers) for _ in messages)
             waiting.append((conversation, received if several else received[0]))
+
+
+def mapped(
+    conversation: Conversation,
+    received: Callable[[tuple[Message, ...], tuple[Any, ...]], tuple[Any, ...]],
+    sent: Callable[[tuple[Message, ...]], tuple[Message, ...]] = tuple,
+) -> Conversation:
+    """The conversation with other messages.
+
+    Args:
+        received: Function of the messages and the received ones that returns others for these.
+        sent: Function of the messages that returns the ones to send.
+    """
+    merged, answers = together(conversation), None
+    while True:
+        try:
+            messages = merged.send(answers)
+        except StopIteration:
+            return
+        answers = received(messages, (yield sent(messages)))

@@ -194,10 +194,8 @@ class GossipState(Traffic):
             ValueError: For a state of another method, worker, number of workers or model. Nothing
                 is changed then.
         """
-        self._averaged.check_state(state)
-        self.finish()
-        self._steps = state["steps"]
         self._averaged.load_state_dict(state)
+        self._steps = state["steps"]
 
 
 @not_compiled

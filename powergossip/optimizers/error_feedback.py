@@ -22,14 +22,13 @@ from powergossip.algorithms.error_feedback import ErrorFeedbackConfig
 from powergossip.compressors import Compressor
 from powergossip.network import Network
 from powergossip.optimizers.checks import Params
-from powergossip.optimizers.dgc import DGCSGD
-from powergossip.optimizers.gradient_engine import Aggregated
-from powergossip.optimizers.gradients import optimizer_step
+from powergossip.optimizers.dgc_sgd import DGCSGD
+from powergossip.optimizers.gradients import CompressedMean, Gradients, optimizer_step
 
 __all__ = ["DGCSGD", "ErrorFeedback", "ErrorFeedbackConfig", "optimizer_step"]
 
 
-class ErrorFeedback(Aggregated):
+class ErrorFeedback(CompressedMean):
     """The mean of these parameters' gradients, compressed with error feedback.
 
     Cost on the wire: an all-gather of the compressed gradients. Those that fit an all-reduce
@@ -37,7 +36,7 @@ class ErrorFeedback(Aggregated):
 
     Args:
         compressor: Any of powergossip.compressors, or your own. Other arguments, attributes and
-            errors as for `Aggregated`.
+            errors as for `PowerSGD`. Parameters are float32.
 
     References:
         Karimireddy et al. (2019), arXiv:1901.09847, Algorithm 2.
@@ -56,10 +55,5 @@ class ErrorFeedback(Aggregated):
         accepted = f'an object, such as compressors.make("{compressor}")'
         checks.check("compressor", compressor, not isinstance(compressor, str), accepted)
         self.config = given = config or ErrorFeedbackConfig()
-        super().__init__(
-            params,
-            lambda net, layout: Aggregation(net, layout, compressor, given),
-            network,
-            process_group,
-            mesh,
-        )
+        flat = Gradients(params, network, process_group=process_group, mesh=mesh)
+        super().__init__(flat, Aggregation(flat.network, flat.layout, compressor, given))

@@ -279,8 +279,8 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
         if self._only_allocates():
             return self.wrapped.step()
         self._averaged.check()
-        for rule in self._averaged.rules:
-            rule.check()
+        for part in self._averaged.active:
+            part.local.check()
         try:
             loss = self._local_step(closure)
             self._averaged.move()
@@ -379,13 +379,13 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
         return loss
 
     def _take_gradients(self) -> None:
-        for rule in self._averaged.rules:
-            rule.take_gradients()
+        for part in self._averaged.active:
+            part.local.take_gradients()
 
     def _direct(self) -> None:
         """Put the directions of the learning rule in the place of the gradients, for the update."""
-        for rule in self._averaged.rules:
-            rule.direct()
+        for part in self._averaged.active:
+            part.direct()
 
     def _dense_gradients(self) -> list[Tensor]:
         """The gradients that exist. Raises ValueError for a sparse one."""

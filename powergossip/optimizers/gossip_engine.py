@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from powergossip import network
+from powergossip.algorithms.learning import GossipRule
 from powergossip.network import Conversation, Exchange, Processes, together
 from powergossip.optimizers.checks import (
     check_owner,
@@ -28,7 +29,7 @@ from powergossip.optimizers.checks import (
 )
 from powergossip.optimizers.gossip_method import GossipMethod
 from powergossip.optimizers.gradients import Traffic
-from powergossip.optimizers.learning_rules import LearningRule, PartRule
+from powergossip.optimizers.learning_rules import LearningRule, Wrapped
 from powergossip.optimizers.precision import HALF, Rounding, message_dtype_of, working_dtype
 from powergossip.optimizers.sharded_parameters import (
     Sharding,
@@ -50,11 +51,24 @@ _in_flight: set["Averaged"] = set()
 
 
 class _Part:
-    """Trainable parameters of one dtype that were added together, and their learning rule.
+    """Trainable parameters of one dtype that were added together: a driver of their learning rule,
+    see GossipRule, around the wrapped optimizer.
+
+    Its methods are called in this order, once in a step::
+
+        start                         a conversation that may overlap with the gradient
+        local.take_gradients          g ← p.grad, before the messages of `start` are received
+        direct                        p.grad ← the rule's direction
+        before_update, after_update   around the step of the wrapped optimizer
+        move                          a conversation after the local update
+        end                           after the last message
+
+    A step without a local update skips the four in the middle. Then the displacement is 0.
 
     Attributes:
         x: Memory of the parameters after `allocate`, or a copy of them: [1, D], float32 or float64.
         rule: The learning rule, which has the averaging algorithm.
+        local: The wrapped optimizer, for the rule.
         before: Values before construction, if process 0 has others, until the first step.
     """
 
@@ -62,7 +76,7 @@ class _Part:
         self,
         parameters: Sequence[Tensor],
         message_dtype: str,
-        make_rule: Callable[[Sequence[Tensor], Layout, Tensor], PartRule],
+        make_rule: Callable[[Sequence[Tensor], Layout, Tensor], tuple[GossipRule, Wrapped]],
         sharding: Sharding | None = None,
     ):
         self.parameters = parameters
@@ -79,7 +93,12 @@ class _Part:
         self._moved: list[tuple[Tensor, Tensor, int]] = []
         self._copied = [*zip(parameters, self._views, strict=True)]
         self.before: list[Tensor] = []
-        self.rule = make_rule(parameters, self.layout, self.x)
+        self.rule, self.local = make_rule(parameters, self.layout, self.x)
+        # True if the rule depends on the local update, or changes x after messages.
+        self._reads_updates = not (self.rule.in_place and self.rule.stateless)
+        x = self.x[:, :0] if self.rule.in_place else self.x
+        self._old_x, self._u = torch.empty_like(x), torch.zeros_like(x)
+        self._directed = self._updated = False  # in this step
 
     def allocate(self, move: bool) -> None:
         """Give x its values. `move`: parameters are moved into its memory, if they have its dtype,
@@ -109,14 +128,56 @@ class _Part:
             copy_all((memory(p), memory(shaped_like(view, p))) for p, view in self._copied)
 
     def start(self) -> Conversation | None:
-        """The messages of the learning rule before the local update."""
-        if self.rule.reads_updates:
+        """The messages that may be in flight while gradients are computed."""
+        if self._reads_updates:
             self.load()
-        return self._prepared(self.rule.start())
+        self._directed = self._updated = False
+        self.rule.begin()
+        return self._prepared(self.rule.before())
+
+    def direct(self) -> None:
+        """p.grad ← the direction: the first gradient's if a closure computes several."""
+        g = self.local.g
+        if g is None:
+            return
+        if not self._directed:
+            self._directed = True
+            self.rule.clip()
+            self.rule.direct(g)
+        self.local.put_gradients()
+
+    def before_update(self) -> None:
+        """Keep x to compute the displacement."""
+        if self._reads_updates:
+            self.load()
+        self._old_x.copy_(self.x[:, : self._old_x.shape[1]])
+
+    def after_update(self, owner: str) -> None:
+        """u ← x − x before the update, x ← x before it, and x moves as the rule has it.
+
+        The gradients are the user's again.
+        """
+        self.reclaim(owner)
+        if self._reads_updates:
+            self.load()
+        if not self.rule.in_place:
+            torch.sub(self.x, self._old_x, out=self._u)
+            self.x.copy_(self._old_x)
+        self.local.restore_gradients()
+        self._update()
+        if self._reads_updates:
+            self.store()
+
+    def _update(self) -> None:
+        self._updated = True
+        self.rule.update(None if self.rule.in_place else self._u)
 
     def move(self) -> Conversation | None:
-        """The messages of the learning rule after the local update."""
-        return self._prepared(self.rule.move())
+        """The messages after the local update. Without one, the displacement is 0."""
+        if not self._updated:
+            self._u.zero_()
+            self._update()
+        return self._prepared(self.rule.after())
 
     def _prepared(self, conversation: Conversation | None) -> Conversation | None:
         """The conversation, with x ← the parameters, in the precision of their messages."""
@@ -125,25 +186,10 @@ class _Part:
         self.load()
         return conversation if self._rounding is None else self._rounding(conversation)
 
-    def before_update(self) -> None:
-        """Announce a local update."""
-        if self.rule.reads_updates:
-            self.load()
-        self.rule.before_update()
-
-    def after_update(self, owner: str) -> None:
-        """Change x by the local update, as the learning rule has it."""
-        self.reclaim(owner)
-        if self.rule.reads_updates:
-            self.load()
-        self.rule.after_update()
-        if self.rule.reads_updates:
-            self.store()
-
     def end(self) -> None:
         """End the step, after the last message."""
-        self.rule.end()
-        if self.rule.reads_updates:
+        self.rule.settle()
+        if self._reads_updates:
             self.store()
 
     def reclaim(self, owner: str) -> None:
@@ -221,7 +267,7 @@ class Averaged(Traffic):
         self.in_mean = False  # whether the parameters are the mean model at present
 
     @property
-    def _active(self) -> list[_Part]:
+    def active(self) -> list[_Part]:
         """The parts that gossip; none in a single process, which has no neighbors."""
         return self.parts if self._works else []
 
@@ -229,11 +275,6 @@ class Averaged(Traffic):
     def bits_inside(self) -> int:
         """Bits that this process has sent to the other shards of its replica, beside FSDP2's."""
         return 0 if self.sharding is None else self.sharding.shards.bits
-
-    @property
-    def rules(self) -> list[PartRule]:
-        """The learning rules of the parts."""
-        return [part.rule for part in self._active]
 
     def add(
         self, parameters: Sequence[Tensor], first: int = 0, steps: int = 0, *, move: bool = True
@@ -306,7 +347,7 @@ class Averaged(Traffic):
 
         Values that were assigned to .data are taken over.
         """
-        for part in self._active:
+        for part in self.active:
             part.reclaim(self.owner)
         for module, name, parameter in self._places:
             found = parameter.grad is None and getattr(module(), name, None)
@@ -354,10 +395,10 @@ class Averaged(Traffic):
     def start(self) -> None:
         """Send the messages of the learning rules before the local update."""
         assert not self.in_flight
-        if self._active and not self.in_mean:
+        if self.active and not self.in_mean:
             self.check()
             self.in_step = True
-            self._send(part.start() for part in self._active)
+            self._send(part.start() for part in self.active)
 
     def _send(self, conversations: Iterable[Conversation | None]) -> None:
         started = [conversation for conversation in conversations if conversation is not None]
@@ -372,7 +413,7 @@ class Averaged(Traffic):
 
     def finish(self) -> None:
         """Receive the messages in flight, or as many as the learning rule asks for, and mix."""
-        turns = [turns for rule in self.rules if (turns := rule.turns) is not None]
+        turns = [turns for part in self.active if (turns := part.rule.turns) is not None]
         if not turns:
             self.receive()
         elif self._exchange is not None:
@@ -384,7 +425,7 @@ class Averaged(Traffic):
             self._exchange.finish()
             self._exchange = None
             _in_flight.discard(self)
-            for part in self._active:
+            for part in self.active:
                 part.store()
 
     def run(self) -> None:
@@ -397,23 +438,23 @@ class Averaged(Traffic):
         """Announce the local update of the parameters. Without a step, it is one without gossip."""
         if not self.in_step:
             self.in_step = True
-            for rule in self.rules:
-                rule.start()
-        for part in self._active:
+            for part in self.active:
+                part.start()
+        for part in self.active:
             part.before_update()
 
     def after_update(self) -> None:
         """Change x by the local update, as the learning rules have it."""
-        for part in self._active:
+        for part in self.active:
             part.after_update(self.owner)
 
     def move(self) -> None:
         """Send the messages of the learning rules after the local update, and end the step."""
-        mixing = [conversation for part in self._active if (conversation := part.move())]
+        mixing = [conversation for part in self.active if (conversation := part.move())]
         if mixing:
             self._send(mixing)
             self.receive()
-        for part in self._active:
+        for part in self.active:
             part.end()
         self.in_step = False
 
@@ -431,11 +472,11 @@ class Averaged(Traffic):
             )
         self.receive()
         network.checked_barrier(self.processes, "mean_model()", step)
-        for part in self._active:
+        for part in self.active:
             part.reclaim(self.owner)
             part.load()
-        own = [part.x.clone() for part in self._active]
-        for part in self._active:
+        own = [part.x.clone() for part in self.active]
+        for part in self.active:
             part.x[0].copy_(self.network.mean(part.x))
             part.store()
         if self.sharding is not None:
@@ -447,7 +488,7 @@ class Averaged(Traffic):
             self.in_mean = False
             if self.sharding is not None:
                 reshard_modules()
-            for part, x in zip(self._active, own, strict=True):
+            for part, x in zip(self.active, own, strict=True):
                 part.reclaim(self.owner)
                 part.x.copy_(x)
                 part.store()
@@ -489,8 +530,9 @@ class Averaged(Traffic):
         check_owner(saved, owner_of(self.processes))
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Restore the state returned by `state_dict()`, after `check_state`, and the values of the
-        parameters from before construction if they belong to it."""
+        """Restore the state returned by `state_dict()`, and the values that the parameters had
+        before construction if they belong to it. Raises ValueError as `check_state` does."""
+        self.check_state(saved)
         self.receive()
         if self.sharding is not None:
             saved = self.sharding.loaded(saved)
@@ -551,7 +593,7 @@ def _check_state(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         check_shapes(shapes, expected)
 
 
-_STATE_KEYS = ("steps", "averaging", "network", "checksum")  # not facts
+_STATE_KEYS = ("steps", "averaging", "network", "checksum", "added")  # not facts
 
 
 def trainable_of(

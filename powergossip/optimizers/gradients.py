@@ -24,6 +24,7 @@ from powergossip.optimizers.checks import (
     owner_of,
     warn_of_buffers,
 )
+from powergossip.optimizers.dgc_sgd import check_momentum
 from powergossip.optimizers.precision import message_dtype_of, working_dtype
 from powergossip.optimizers.sharded_parameters import is_divided, memory, replicas
 from powergossip.parameters import Layout, check_parameters, matrix_shape
@@ -269,19 +270,54 @@ class CompressedMean(Traffic, Aggregator):
         flat: The parameters, a gradient and the mean of the workers.
     """
 
-    _aggregation: Any
-
-    def __init__(self, flat: Gradients):
-        self.flat, self.network = flat, flat.network
+    def __init__(self, flat: Gradients, aggregation: Any):
+        self.flat, self.network, self._aggregation = flat, flat.network, aggregation
         self.processes = flat.network.processes
 
+    @property
+    def owns_momentum(self) -> bool:
+        """True if the momentum is part of the method, so that the optimizer must have no
+        momentum."""
+        return bool(self._aggregation.owns_momentum)
+
+    @property
+    def decay_momentum(self) -> tuple[float, bool]:
+        """The momentum that weight decay needs to fit the method's, and whether it is Nesterov's.
+        `DGCSGD` has it."""
+        return self._aggregation.momentum, self._aggregation.nesterov
+
+    def at_learning_rate(self, *rates: float) -> None:
+        """Set the learning rate of the next step: one for all parameters, or one for each.
+        `optimizer_step` does this with the rates of the optimizer."""
+        self._aggregation.at_learning_rate(*rates)
+
     def collect(self, optimizer: torch.optim.Optimizer) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the parameters, and their gradients as `Gradients.of_loop` does."""
-        return self.flat.parameters, self.flat.of_loop(optimizer)
+        """Return the parameters, and their gradients as `Gradients.of_loop` does. Each has the
+        learning rate of its group.
+
+        Raises ValueError for a momentum of the optimizer that does not fit the method's.
+        """
+        parameters, gradients = self.flat.parameters, self.flat.of_loop(optimizer)
+        if self.owns_momentum:
+            check_momentum(optimizer, *self.decay_momentum)
+        rates: dict[int, float] = {}
+        for group in optimizer.param_groups:
+            rates |= dict.fromkeys(map(id, group["params"]), float(group.get("lr", 0.0)))
+        self.at_learning_rate(*(rates[id(parameter)] for parameter in parameters))
+        return parameters, gradients
 
     def mean_of(self, parameters: Tensors, gradients: Tensors) -> list[Tensor] | None:
         """Return the mean. The errors are the method's."""
         return self.aggregate(gradients)
+
+    def aggregate(self, gradients: Tensors) -> list[Tensor] | None:
+        """Return the mean over all workers, which the next call overwrites.
+
+        Gradients are in the order of the parameters. They are not changed.
+        """
+        torch._foreach_copy_(self.flat.gradients, list(gradients))
+        self.network.run(self._aggregation.step(self.flat.gradient, self.flat.mean))
+        return self.flat.means
 
     @property
     def compression_rate(self) -> float:

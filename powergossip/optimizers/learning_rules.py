@@ -11,7 +11,7 @@ from torch import Tensor
 
 from powergossip import algorithms, checks
 from powergossip.algorithms import learning
-from powergossip.network import Conversation, Network
+from powergossip.network import Network
 from powergossip.optimizers.checks import is_frozen, named
 from powergossip.optimizers.gossip_method import GossipMethod
 from powergossip.optimizers.precision import HALF
@@ -134,8 +134,8 @@ class LearningRule:
         parameters: Sequence[Tensor],
         layout: Layout,
         x: Tensor,
-    ) -> "PartRule":
-        """The rule for the parameters of a part, whose memory is x [1, D].
+    ) -> "tuple[learning.GossipRule, Wrapped]":
+        """The rule for the parameters of a part, whose memory is x [1, D], and its local optimizer.
 
         Args:
             steps: Number of steps that other parts have taken.
@@ -152,7 +152,7 @@ class LearningRule:
         self.check_rate(parameters)
         directs = self.has_momentum or self.corrects or self._max_norm is not None
         gradient = torch.zeros_like(x) if directs else None
-        local = _Local(self, parameters, layout, x, gradient)
+        local = Wrapped(self, parameters, layout, x, gradient)
 
         def averaging(layout: Layout) -> algorithms.Averaging:
             made = method.build(network, layout, part)
@@ -167,10 +167,10 @@ class LearningRule:
             workers.check_whole()
         rule = learning.make(self.name, workers, self._local_optimizer, **self.options)
         rule.begin_after(steps)
-        return PartRule(rule, local)
+        return rule, local
 
 
-class _Local:
+class Wrapped:
     """The wrapped optimizer as the local optimizer of a part's learning rule.
 
     Args:
@@ -206,7 +206,9 @@ class _Local:
         self._learning.check_rate(self._parameters)
 
     def take_gradients(self) -> None:
-        """g ← ∇f + λ x. A missing gradient counts as 0."""
+        """g ← ∇f + λ x, if the rule changes the gradient. A missing gradient counts as 0."""
+        if self.g is None:
+            return
         self._decays = self._learning.decays()
         for parameter, g, x in zip(self._parameters, self._directions, self._values, strict=True):
             if parameter.grad is None:
@@ -230,85 +232,3 @@ class _Local:
             for parameter, gradient in zip(self._parameters, self._own, strict=True):
                 parameter.grad = gradient
             self._own = None
-
-
-class PartRule:
-    """The learning rule of a part around the wrapped optimizer: a driver, see GossipRule.
-
-    Its methods are called in this order, once in a step::
-
-        start                         a conversation that may overlap with the gradient
-        take_gradients                g ← p.grad, before the messages of `start` are received
-        direct                        p.grad ← the rule's direction
-        before_update, after_update   around the step of the wrapped optimizer
-        move                          a conversation after the local update
-        end                           after the last message
-
-    A step without a local update skips the four in the middle. Then the displacement is 0.
-
-    Attributes:
-        reads_updates: True if the rule depends on the local update, or changes x after messages.
-        state_dict, load_state_dict: The rule's, with the state of its averaging algorithm.
-    """
-
-    def __init__(self, rule: learning.GossipRule, local: _Local):
-        self._rule, self._local = rule, local
-        self.reads_updates = not (rule.in_place and rule.stateless)
-        x = local.x[:, :0] if rule.in_place else local.x
-        self._before, self._u = torch.empty_like(x), torch.zeros_like(x)
-        self._directed = self._updated = False  # in this step
-        self.check, self.end = local.check, rule.settle
-        self.state_dict, self.load_state_dict = rule.state_dict, rule.load_state_dict
-
-    @property
-    def turns(self) -> int | None:
-        """How many times messages in flight are received before the gradients are used."""
-        return self._rule.turns
-
-    def start(self) -> Conversation | None:
-        """The messages that may be in flight while gradients are computed."""
-        self._directed = self._updated = False
-        self._rule.begin()
-        return self._rule.before()
-
-    def take_gradients(self) -> None:
-        """g ← ∇f + λ x, if the rule changes the gradient."""
-        if self._local.g is not None:
-            self._local.take_gradients()
-
-    def direct(self) -> None:
-        """p.grad ← the direction: the first gradient's if a closure computes several."""
-        g = self._local.g
-        if g is None:
-            return
-        if not self._directed:
-            self._directed = True
-            self._rule.clip()
-            self._rule.direct(g)
-        self._local.put_gradients()
-
-    def before_update(self) -> None:
-        """Keep x to compute the displacement."""
-        self._before.copy_(self._local.x[:, : self._before.shape[1]])
-
-    def after_update(self) -> None:
-        """u ← x − x before the update, x ← x before it, and x moves as the rule has it.
-
-        The gradients are the user's again.
-        """
-        if not self._rule.in_place:
-            torch.sub(self._local.x, self._before, out=self._u)
-            self._local.x.copy_(self._before)
-        self._local.restore_gradients()
-        self._update()
-
-    def _update(self) -> None:
-        self._updated = True
-        self._rule.update(None if self._rule.in_place else self._u)
-
-    def move(self) -> Conversation | None:
-        """The messages after the local update. Without one, the displacement is 0."""
-        if not self._updated:
-            self._u.zero_()
-            self._update()
-        return self._rule.after()

@@ -203,7 +203,7 @@ class GossipModelAverager(ModelAverager):
             fresh = fresh[count:]
         if restored is not None:
             with self._processes.agreed():
-                self._averaged.check_state(_of_averaged(restored))
+                self._averaged.check_state(restored)
             self._averaged.load_state_dict(restored)
             self._restored = None
         if fresh:
@@ -286,13 +286,8 @@ class GossipModelAverager(ModelAverager):
                 "GossipModelAverager"
             )
         else:
-            self._averaged.check_state(_of_averaged(gossip))
             self._averaged.load_state_dict(gossip)
         self.step, self._is_loaded = state["step"], True
-
-
-def _of_averaged(gossip: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in gossip.items() if key != "added"}
 
 
 def _tensors(params: Params | Iterable[dict[str, Any]]) -> Iterator[Any]:

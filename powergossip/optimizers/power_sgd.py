@@ -147,11 +147,10 @@ class PowerSGD(CompressedMean):
             dtypes=FLOATING_POINT,
             vectors_are_matrices=self._vectors_are_matrices,
         )
-        super().__init__(flat)
+        super().__init__(flat, Aggregation(flat.network, flat.layout, config, flat.dtype))
         self.config = config
-        dtype = self.flat.message_dtype(message_dtype)
+        dtype = flat.message_dtype(message_dtype)
         self._rounding = None if dtype is None else Rounding(dtype)
-        self._aggregation = Aggregation(self.network, self.flat.layout, config, self.flat.dtype)
 
     @property
     def step_counter(self) -> int:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from powergossip import checks
 from powergossip.network import Conversation, Gather, Message
+from powergossip.network.message_types import mapped
 from powergossip.network.rows import Rows
 from powergossip.tensor_cache import TensorCache
 
@@ -50,17 +51,11 @@ class Rounding:
 
     def __call__(self, conversation: Conversation) -> Conversation:
         """The conversation with rounded messages."""
-        received: Any = None
-        while True:
-            try:
-                asked = conversation.send(received)
-            except StopIteration:
-                return
-            messages = asked if isinstance(asked, tuple) else (asked,)
-            answers = yield tuple(map(self._rounded, messages))
-            pairs = zip(messages, answers, strict=True)
-            widened = tuple(self._widened(message, answer) for message, answer in pairs)
-            received = widened if isinstance(asked, tuple) else widened[0]
+        return mapped(
+            conversation,
+            lambda messages, answers: tuple(map(self._widened, messages, answers)),
+            lambda messages: tuple(map(self._rounded, messages)),
+        )
 
     def _rounded(self, message: Message) -> Message:
         if isinstance(message, Gather) or message.tensor.dtype != torch.float32:

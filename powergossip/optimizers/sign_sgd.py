@@ -18,20 +18,19 @@ from typing import Any
 from powergossip.algorithms.sign_sgd import SignSGDAggregation, SignSGDConfig
 from powergossip.network import Network
 from powergossip.optimizers.checks import Params
-from powergossip.optimizers.gradient_engine import Aggregated
-from powergossip.optimizers.gradients import optimizer_step
+from powergossip.optimizers.gradients import CompressedMean, Gradients, optimizer_step
 
 __all__ = ["SignSGD", "SignSGDConfig", "optimizer_step"]
 
 
-class SignSGD(Aggregated):
+class SignSGD(CompressedMean):
     """The majority vote on the signs of these parameters' gradients, −1, 0 or 1 for each element.
 
     Cost on the wire: 1 bit for each element, to n − 1 others.
 
     Args:
         config: Momentum of the method. The optimizer has none. Other arguments, attributes and
-            errors as for `Aggregated`.
+            errors as for `PowerSGD`. Parameters are float32.
 
     References:
         Bernstein et al. (2018), arXiv:1802.04434, and (2019), arXiv:1810.05291.
@@ -47,10 +46,5 @@ class SignSGD(Aggregated):
         mesh: Any = None,
     ):
         self.config = given = config or SignSGDConfig()
-        super().__init__(
-            params,
-            lambda net, layout: SignSGDAggregation(net, layout, given),
-            network,
-            process_group,
-            mesh,
-        )
+        flat = Gradients(params, network, process_group=process_group, mesh=mesh)
+        super().__init__(flat, SignSGDAggregation(flat.network, flat.layout, given))

@@ -3,6 +3,5 @@
 runner.py     runs, experiments of several stages, and their folders
 launchers.py  runs on this machine, or as Slurm jobs
 jobs.py       what launchers have in common
-slurm.py      the launcher of Slurm jobs
 guard.py      a process between a launcher and its command
 """

@@ -3,8 +3,6 @@
     python guard.py bound SIGNAL PARENT COMMAND …    send SIGNAL (a number) to COMMAND when its
                                                      parent process PARENT has ended
     python guard.py locked FILE COMMAND …            hold a shared lock on FILE while COMMAND runs
-    python guard.py reported FILE COMMAND …          in a Slurm job: write COMMAND's exit code to
-                                                     FILE.exit
 
 The exit code is COMMAND's, or 128 + the signal's number if a signal ended it. Only the standard
 library is imported, so that a guard starts in 30 ms.
@@ -81,57 +79,9 @@ def become(command: list[str]) -> None:
         sys.exit(127)
 
 
-def reported(file: str, command: list[str]) -> int:
-    """Run a command, and write its exit code atomically to FILE.exit. Return the exit code.
-
-    FILE is the submitted script. If it is missing, the job was cancelled before it started, and
-    another job may do its work. Slurm sends SIGTERM to all processes of a job, so it is not
-    forwarded. A warning before a time limit, as of --signal=B:USR1@60, is sent to this process
-    only.
-    """
-    import json
-    import shlex
-    import subprocess
-    from pathlib import Path
-
-    exit_file = Path(f"{file}.exit")
-    if not Path(file).exists():
-        print("error: this job was given up before it started", file=sys.stderr)
-        return 1
-    exit_file.unlink(missing_ok=True)  # from before the job was requeued
-    print(f"$ {shlex.join(command)}", flush=True)
-    child: list[subprocess.Popen[bytes]] = []
-
-    def forward(number: int, _: object) -> None:
-        if child:
-            child[0].send_signal(number)
-
-    signal.signal(signal.SIGTERM, lambda *_: None)
-    for number in (signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, forward)
-    try:
-        child.append(subprocess.Popen(command))
-        code = child[0].wait()
-    except OSError as error:
-        print(f"error: {command[0]}: {error.strerror}", file=sys.stderr)
-        code = 127
-    code = code if code >= 0 else 128 - code
-    content = {"job": os.environ.get("SLURM_JOB_ID", ""), "exit_code": code}
-    new = Path(f"{file}.new")
-    with new.open("w") as stream:
-        stream.write(json.dumps(content) + "\n")
-        stream.flush()
-        os.fsync(stream.fileno())
-    new.replace(exit_file)
-    return code
-
-
 if __name__ == "__main__":
     how, *rest = sys.argv[1:]
     if how == "bound":
         sys.exit(bound(int(rest[0]), int(rest[1]), rest[2:]))
-    elif how == "locked":
-        locked(rest[0], rest[1:])
-    else:
-        assert how == "reported"
-        sys.exit(reported(rest[0], rest[1:]))
+    assert how == "locked"
+    locked(rest[0], rest[1:])

@@ -1,7 +1,6 @@
 """Jobs of launchers: their command, their folder and its lock, and their log."""
 
 import fcntl
-import json
 import os
 import sys
 import time
@@ -9,14 +8,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Protocol
 
 GUARD = Path(__file__).resolve().with_name("guard.py")
 PACKAGES = GUARD.parents[2]
 
 # In a run's folder:
 RUNNING = "running"  # locked by the launcher and by the processes of the run
-SLURM = "slurm.json"  # number and script of a Slurm job without a recorded end
+SLURM = "slurm"  # number of a Slurm job without a known end, once it has begun
 
 
 @dataclass(frozen=True)
@@ -46,9 +45,8 @@ class Launcher(Protocol):
         """Run a job, wait for its end, and return its exit code."""
 
     def leave(self) -> None:
-        """End the runner (Ctrl-C). Jobs on this machine are ended as well; the calls that wait for
-        them return with their exit codes. Slurm jobs continue. The calls that wait for them raise
-        KeyboardInterrupt. So does the start of another job."""
+        """End the runner (Ctrl-C). Jobs on this machine are ended as well, and Slurm jobs continue.
+        The calls that wait for jobs return. The start of another job raises KeyboardInterrupt."""
 
 
 class CannotRun(Exception):
@@ -103,13 +101,3 @@ def failed(job: Job, complaint: str) -> int:
     with job.log.open("a") as log:
         log.write(f"error: {complaint}\n")
     return 1
-
-
-def read(file: Path) -> dict[str, Any]:
-    """The mapping in a JSON file; {} if it is missing or incomplete."""
-    try:
-        content = json.loads(file.read_text())
-    except (FileNotFoundError, ValueError):
-        return {}
-    assert isinstance(content, dict)
-    return content

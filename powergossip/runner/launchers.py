@@ -15,8 +15,16 @@ No two runs are in a folder at the same time, however a runner ends, and whateve
 one uses. On this machine, the processes of a runner get a signal when the runner has ended, even by
 SIGKILL, or is interrupted (Ctrl-C). train.py then writes a checkpoint and ends. Other programs just
 end. folder/running stays locked until the last process has ended, and the next start waits for
-that. Slurm jobs continue without the runner (`scancel` ends them). The next runner waits for the
-same jobs, which are recorded in folder/slurm.json.
+that. Slurm jobs continue without the runner (`scancel` ends them). The next runner's jobs begin
+when they have ended.
+
+sbatch reads further options from the environment: SBATCH_PARTITION, SBATCH_ACCOUNT,
+SBATCH_TIMELIMIT, SBATCH_GRES, SBATCH_QOS, SBATCH_MEM_PER_CPU, SBATCH_CONSTRAINT, …  (man sbatch,
+INPUT ENVIRONMENT VARIABLES). With SBATCH_SIGNAL=B:USR1@120 train.py writes a checkpoint two minutes
+before the time limit. Jobs have the environment and the working directory of the runner and must
+see its folders. Slurm may requeue a job (--requeue). Its command then starts again. mpirun starts
+the processes, not srun, since that requires no MPI plugin of Slurm. Open MPI reads Slurm's
+allocation and starts its daemons on further nodes with srun.
 """
 
 import fcntl
@@ -27,6 +35,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -44,9 +53,7 @@ from powergossip.runner.jobs import (
     failed,
     guard,
     mpirun_command,
-    read,
 )
-from powergossip.runner.slurm import Slurm
 
 # The signal that ends a job on this machine, except under torchrun. mpirun forwards SIGTERM as
 # well, but kills its processes half a second later.
@@ -75,7 +82,7 @@ class _Here:
         """shown: the command in the log"""
         try:
             with alone(job.folder, self._patience) as lock, job.log.open("a") as log:
-                _check_not_in_slurm(job.folder)
+                self._check_folder(job.folder)
                 fcntl.flock(lock, fcntl.LOCK_SH)
                 with self._started(shown, actual, log, lock) as process:
                     code = process.wait()
@@ -89,6 +96,16 @@ class _Here:
         if code and self._leaving:  # mpirun may report another code for the signal
             return 128 + STOP
         return code if code >= 0 else 128 - code
+
+    def _check_folder(self, folder: Path) -> None:
+        """Raise CannotRun if the run is a Slurm job."""
+        file = folder / SLURM
+        if file.exists():
+            number = file.read_text().strip() or "without a number yet"
+            raise CannotRun(
+                f"Slurm's job {number} does this run; use --launcher slurm, or end the job and "
+                f"remove {file}"
+            )
 
     @contextmanager
     def _started(
@@ -171,15 +188,58 @@ class OneProcess(_Here):
         return self._run(job, command, command)
 
 
-def _check_not_in_slurm(folder: Path) -> None:
-    """Raise CannotRun if the run is a Slurm job."""
-    file = folder / SLURM
-    if file.exists():
-        number = read(file).get("job") or "without a number yet"
-        raise CannotRun(
-            f"Slurm's job {number} does this run; use --launcher slurm, or end the job and "
-            f"remove {file}"
+class Slurm(_Here):
+    """`sbatch --wait` with N tasks. Slurm chooses the nodes, and runs jobs of one name, that of the
+    run, one after the other.
+
+    A job writes its number to folder/slurm when it begins. For one that is cancelled before, sbatch
+    reports success.
+    """
+
+    stop = signal.SIGTERM  # the waiting sbatch ends, and the job continues
+
+    def check(self) -> None:
+        if not shutil.which("sbatch"):
+            raise BadInput(
+                "--launcher slurm: there is no sbatch on PATH; run this on a cluster, or use "
+                "another --launcher"
+            )
+
+    def _check_folder(self, folder: Path) -> None:
+        (folder / SLURM).write_text("")
+
+    def __call__(self, job: Job) -> int:
+        record, command = (
+            job.folder.resolve() / SLURM,
+            [*mpirun_command(job.processes), *job.command],
         )
+        # Slurm sets the number of tasks of each node. The policy of .venv, which allows more
+        # processes than cores, would make Open MPI start all of them on the first node.
+        script = (
+            "export PRTE_MCA_rmaps_default_mapping_policy=slot:oversubscribe\n"
+            f"echo $SLURM_JOB_ID > {shlex.quote(str(record))}\nexec {shlex.join(command)}"
+        )
+        log = str(job.log.resolve()).replace("%", "%%")
+        sbatch = [
+            *("sbatch", "--wait", "--dependency=singleton", "--requeue", "--open-mode=append"),
+            *(f"--output={log}", f"--ntasks={job.processes}", f"--job-name={job.name}"),
+            *(f"--chdir={os.getcwd()}", f"--wrap={script}"),
+        ]
+        code = self._run(job, command, sbatch)
+        if code and self._leaving:
+            return code
+        if code == 0 and not self._has_begun(record):
+            code = failed(job, "Slurm's job has ended before it began")
+        record.unlink(missing_ok=True)
+        return code
+
+    def _has_begun(self, record: Path) -> bool:
+        """True if the job has written its number, which a shared file system may show late."""
+        end = time.monotonic() + self._patience
+        while not record.read_text() and time.monotonic() < end:
+            os.listdir(record.parent)  # refreshes the cache of NFS
+            time.sleep(0.2)
+        return bool(record.read_text())
 
 
 # Each call of the runner has its own launcher: after `leave`, it starts no other job.

@@ -193,24 +193,6 @@ class Folder:
                 return
             yield runs
 
-    def others(self, experiment: Experiment) -> list[tuple[Path, list[str]]]:
-        """Return folders of runs that the experiment no longer has, after a change of its
-        configurations. Each comes with the keys that differ from the most similar run.
-
-        Empty while the runs of a stage are not known.
-        """
-        stages = list(self.runs(experiment))
-        if len(stages) < len(experiment.stages):
-            return []
-        now = {run.identity: run for stage in stages for run in stage}
-        found = []
-        for file in sorted(self.path.glob("*/run.json")):
-            if file.parent.name not in now:
-                then = _read(file)
-                differing = (_differing(then, run) for run in now.values())
-                found.append((file.parent, min(differing, key=len, default=[])))
-        return found
-
     @contextmanager
     def claimed(self) -> Iterator[None]:
         """Lock the experiment. Raises BadInput if another runner has the lock."""
@@ -308,7 +290,8 @@ def _terminable() -> Iterator[None]:
 def carry_out_one(run: Run, folder: Path, launcher: Launcher) -> bool:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "failed.json").unlink(missing_ok=True)
-    _write_json(folder / "run.json", _description(run))
+    facts = {"entry": run.entry, "processes": run.processes, "values": dict(run.values)}
+    _write_json(folder / "run.json", {**facts, **run.links})
     again = "overwrite=true" if run.entry == "gossip_run" else "resume=auto"
     how = [again, "log_verbosity=0", "--output-dir", str(folder)]
     start, log = time.perf_counter(), folder / "log.txt"
@@ -318,10 +301,10 @@ def carry_out_one(run: Run, folder: Path, launcher: Launcher) -> bool:
     # Divergence of a setting is a result.
     lines = last_output(log).splitlines()
     diverged = code != 0 and any(line.startswith("error: diverged") for line in lines)
-    facts = {"seconds": round(seconds, 2), "exit_code": code, "diverged": diverged}
+    end = {"seconds": round(seconds, 2), "exit_code": code, "diverged": diverged}
     ok = code == 0 or diverged
     if code != 128 + STOP:
-        _write_json(folder / ("done.json" if ok else "failed.json"), facts | circumstances())
+        _write_json(folder / ("done.json" if ok else "failed.json"), end | circumstances())
     return ok
 
 
@@ -402,23 +385,6 @@ def yaml_text(value: Any) -> str:
     return (
         str(yaml.safe_dump(value, default_flow_style=True, width=10**6)).split("\n...")[0].strip()
     )
-
-
-def _description(run: Run) -> dict[str, Any]:
-    """The contents of run.json: everything that determines the result."""
-    facts = {"entry": run.entry, "processes": run.processes, "values": dict(run.values)}
-    return {**facts, **run.links}
-
-
-def _differing(then: Mapping[str, Any], run: Run) -> list[str]:
-    """The differences between a run.json and a run, each as key=THEN (now NOW)."""
-    was: dict[str, Any] = {**then, **then.get("values", {})}
-    now: dict[str, Any] = {**_description(run), **run.values}
-    return [
-        f"{key}={yaml_text(was.get(key))} (now {yaml_text(now.get(key))})"
-        for key in sorted(({*was, *now}) - {"values"})
-        if was.get(key) != now.get(key)
-    ]
 
 
 def _read(path: Path) -> dict[str, Any]:

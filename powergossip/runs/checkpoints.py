@@ -219,7 +219,7 @@ class Checkpoints:
         """Make a folder. Returns its name, another one for a second checkpoint of a step."""
         drafts.begin()
         if not self._index():  # also where a user has removed it meanwhile
-            drafts.replace(_INDEX, _as_json())
+            drafts.replace(_INDEX, _as_json(), sync=True)
             self._last = None
         name, number = f"step-{step:06d}", 1
         while (self._folder / name).exists():

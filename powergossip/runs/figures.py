@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -75,47 +75,6 @@ def figure(rows: "DataFrame", path: Path | str, metric: str = "accuracy") -> Non
     )
 
 
-def compare(runs: Mapping[str, "DataFrame"], path: Path | str) -> None:
-    """Draw several training runs, {label: rows}, in the same panels: accuracy of the mean model by
-    epoch and by megabytes sent (logarithmic), and consensus distance.
-
-    Raises:
-        ValueError: If there is nothing to draw.
-    """
-    means = {label: select_rows(rows, "accuracy", split="test_avg") for label, rows in runs.items()}
-    distances = {
-        label: select_rows(rows, "consensus_distance", type="params_only")
-        for label, rows in runs.items()
-    }
-
-    def accuracy_by_epoch(axes: "Axes") -> None:
-        for i, (label, mean) in enumerate(means.items()):
-            _plot(axes, mean["epoch"], 100 * mean["value"], i, label)
-
-    def accuracy_by_size(axes: "Axes") -> None:
-        for i, (label, mean) in enumerate(means.items()):
-            sent = mean[mean["bits"] > 0]
-            _plot(axes, sent["bits"] / 8e6, 100 * sent["value"], i, label)
-        axes.set_xscale("log")
-
-    def consensus(axes: "Axes") -> None:
-        for i, (label, distance) in enumerate(distances.items()):
-            apart = distance[distance["value"] > 0]
-            _plot(axes, apart["epoch"], apart["value"], i, label)
-        axes.set_yscale("log")
-
-    some_sent = any(mean["bits"].max() > 0 for mean in means.values())
-    some_apart = any((distance["value"] > 0).any() for distance in distances.values())
-    _draw(
-        path,
-        {
-            "accuracy": accuracy_by_epoch if any(map(len, means.values())) else None,
-            "size": accuracy_by_size if some_sent else None,
-            "consensus": consensus if some_apart else None,
-        },
-    )
-
-
 def side_by_side(
     bands: "Mapping[str, DataFrame]",
     path: Path | str,
@@ -125,7 +84,8 @@ def side_by_side(
 ) -> None:
     """Draw a metric by epoch, by megabytes sent and by seconds, with a line for each label.
 
-    The path's suffix sets the format.
+    The path's suffix sets the format. The axis of megabytes is logarithmic if those at the end
+    differ by a factor of 10.
 
     Args:
         bands: {label: columns epoch, megabytes, seconds, mean and deviation}. A deviation that is
@@ -137,51 +97,36 @@ def side_by_side(
         ValueError: If there is nothing to draw.
     """
 
-    def draw(panel: Panel, axes: "Axes") -> None:
-        for i, (label, band) in enumerate(panel.bands.items()):
-            x, mean, deviation = band[panel.column], band["mean"], band["deviation"]
+    sent = {label: band[band["megabytes"] > 0] for label, band in bands.items()}
+    last = [band["megabytes"].max() for band in sent.values() if len(band)]
+    far_apart = bool(last) and max(last) >= 10 * min(last)
+
+    def draw(bands: "Mapping[str, DataFrame]", column: str, axes: "Axes") -> None:
+        for i, (label, band) in enumerate(bands.items()):
+            x, mean, deviation = band[column], band["mean"], band["deviation"]
             _plot(axes, x, mean, i, label)
             if len(band) > 1 and deviation.notna().any():
                 color = line_style(i)[0]
                 low, high = mean - deviation, mean + deviation
                 axes.fill_between(x, low, high, color=color, alpha=0.2, linewidth=0)
-        if panel.log_x:
+        if column == "megabytes" and far_apart:
             axes.set_xscale("log")
         if log_y:
             axes.set_yscale("log")
 
-    found = panels(bands, step)
+    columns = {"epoch": bands, "megabytes": sent, "seconds": bands}
     _draw(
         path,
-        {panel.column: partial(draw, panel) for panel in found},
-        {panel.column: (panel.title, panel.x, y) for panel in found},
+        {
+            column: partial(draw, found, column) if any(map(len, found.values())) else None
+            for column, found in columns.items()
+        },
+        {
+            "epoch": (f"By {step}", step, y),
+            "megabytes": ("By data sent", "sent by worker 0 (MB)", y),
+            "seconds": ("By time", "seconds", y),
+        },
     )
-
-
-class Panel(NamedTuple):
-    """A panel of `side_by_side`, with the bands that it shows."""
-
-    column: str
-    title: str
-    x: str
-    bands: "Mapping[str, DataFrame]"
-    log_x: bool = False
-
-
-def panels(bands: "Mapping[str, DataFrame]", step: str) -> list[Panel]:
-    """Return the panels of `side_by_side` that have data.
-
-    The axis of megabytes is logarithmic if those at the end differ by a factor of 10.
-    """
-    sent = {label: band[band["megabytes"] > 0] for label, band in bands.items()}
-    last = [band["megabytes"].max() for band in sent.values() if len(band)]
-    wide = bool(last) and max(last) >= 10 * min(last)
-    found = [
-        Panel("epoch", f"By {step}", step, bands),
-        Panel("megabytes", "By data sent", "sent by worker 0 (MB)", sent, wide),
-        Panel("seconds", "By time", "seconds", bands),
-    ]
-    return [panel for panel in found if any(map(len, panel.bands.values()))]
 
 
 def line_style(index: int) -> tuple[str, str]:

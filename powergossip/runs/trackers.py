@@ -1,23 +1,19 @@
-"""Experiment trackers: TensorBoard, Weights & Biases and MLflow receive the rows of metrics.jsonl.
+"""Experiment trackers: TensorBoard and Weights & Biases receive the rows of metrics.jsonl.
 
 A scalar is named by the row's name and tags, accuracy/split-test/worker-0. Its step, an integer, is
-1000 · epoch. The rows of an epoch are sent together. Each step also has the scalars `epoch`,
-`bits`, `messages` and `seconds` of its last row, except in TensorBoard. The configuration becomes
-the parameters of the run.
+1000 · epoch. The rows of an epoch are sent together. In Weights & Biases, each step also has the
+scalars `epoch`, `bits`, `messages` and `seconds` of its last row, and the configuration becomes the
+parameters of the run.
 
 A resumed run continues the same run of the tracker, whose identity is in info.json. Steps that the
 tracker has already are kept as they are.
 
-Trackers read their own environment variables: WANDB_MODE, WANDB_PROJECT, WANDB_ENTITY, WANDB_DIR,
-WANDB_NAME; MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME, MLFLOW_EXPERIMENT_ID. Without them, the
-project or experiment is PROJECT, the run has the name of the output folder, the files of Weights &
-Biases are in that folder, and MLflow uses its own default store.
+Weights & Biases reads its own environment variables: WANDB_MODE, WANDB_PROJECT, WANDB_ENTITY,
+WANDB_DIR, WANDB_NAME. Without them, the project is PROJECT, the run has the name of the output
+folder, and its files are in that folder.
 """
 
-import math
 import os
-import re
-import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,8 +25,6 @@ from powergossip.checks import BadValue
 
 PROJECT = "powergossip"
 AXES = ("epoch", "bits", "messages", "seconds")
-_MLFLOW_BATCH = {"metrics": 1000, "params": 100}  # largest sizes of a request
-_MLFLOW_VALUE = 6000  # characters of a parameter
 
 Scalar = tuple[
     str, Mapping[str, float]
@@ -77,12 +71,6 @@ def scalar(name: str, tags: Mapping[str, Any]) -> str:
 def step_of(values: Mapping[str, float]) -> int:
     """Return the step of a row's scalar."""
     return round(1000 * values.get("epoch", 0))
-
-
-def _axes(rows: Sequence[Scalar]) -> dict[str, float]:
-    """The values of the last row that can be a horizontal axis."""
-    _, last = rows[-1]
-    return {axis: last[axis] for axis in AXES if axis in last}
 
 
 class TensorBoard:
@@ -132,111 +120,18 @@ class WeightsAndBiases:
         self.facts = {"id": self._run.id, "url": self._run.url}
 
     def write(self, step: int, rows: Sequence[Scalar]) -> None:
-        values = {name: row["value"] for name, row in rows}
-        self._run.log({**values, **_axes(rows)}, step=step, commit=True)
+        values, (_, last) = {name: row["value"] for name, row in rows}, rows[-1]
+        axes = {axis: last[axis] for axis in AXES if axis in last}
+        self._run.log(values | axes, step=step, commit=True)
 
     def close(self, complete: bool) -> None:
         self._run.finish(exit_code=0 if complete else 1)
-
-
-class MLflow:
-    """A run of MLflow. Its time axis has the seconds of the run, without interruptions.
-
-    Parameters keep their first values, since MLflow does not change them.
-    """
-
-    def __init__(self, folder: Path, config: Mapping[str, Any], resumed: Resumed | None):
-        import mlflow
-        from mlflow.entities import Metric, Param
-
-        self._metric = Metric
-        given = {} if resumed is None else resumed.facts.get("mlflow", {})
-        uri = os.environ.get("MLFLOW_TRACKING_URI") or given.get("tracking_uri")
-        uri = _absolute(uri or mlflow.get_tracking_uri())
-        self._client = mlflow.MlflowClient(tracking_uri=uri)
-        if given:
-            run = self._client.get_run(given["run_id"])
-            self._client.update_run(run.info.run_id, status="RUNNING")
-        else:
-            run = self._client.create_run(
-                self._experiment(),
-                start_time=round(1000 * time.time()),
-                run_name=folder.resolve().name,
-                tags={"output_dir": str(folder.resolve())},
-            )
-        self._id, self._start = run.info.run_id, run.info.start_time
-        self._last: dict[str, int] | None = {} if given else None  # step of each metric
-        self.facts = {"run_id": self._id, "tracking_uri": uri}
-        known = run.data.params
-        self._log(
-            "params",
-            [
-                Param(key, str(value)[:_MLFLOW_VALUE])
-                for key, value in config.items()
-                if key not in known
-            ],
-        )
-
-    def _experiment(self) -> str:
-        """The id of the experiment, which is made if no experiment has that name."""
-        if given := os.environ.get("MLFLOW_EXPERIMENT_ID"):
-            return given
-        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
-        found = self._client.get_experiment_by_name(name)
-        return self._client.create_experiment(name) if found is None else found.experiment_id
-
-    def write(self, step: int, rows: Sequence[Scalar]) -> None:
-        scalars = [(re.sub(r"[^\w\-./ ]", "_", name), values) for name, values in rows]
-        values_of_last = scalars[-1][1]
-        scalars += [
-            (axis, {**values_of_last, "value": value}) for axis, value in _axes(rows).items()
-        ]
-        self._log(
-            "metrics",
-            [
-                self._metric(name, float(values["value"]), self._milliseconds(values), step)
-                for name, values in scalars
-                if step > self._last_step(name)
-            ],
-        )
-
-    def _milliseconds(self, values: Mapping[str, float]) -> int:
-        seconds = values.get("seconds", math.nan)
-        if not math.isfinite(seconds):
-            return round(1000 * time.time())
-        return int(self._start + round(1000 * seconds))
-
-    def _last_step(self, name: str) -> float:
-        """The last step of a metric before the run was resumed."""
-        if self._last is None:
-            return -math.inf
-        if name not in self._last:
-            history = self._client.get_metric_history(self._id, name)
-            self._last[name] = max((metric.step for metric in history), default=-1)
-        return self._last[name]
-
-    def _log(self, kind: str, entities: Sequence[Any]) -> None:
-        size = _MLFLOW_BATCH[kind]
-        for first in range(0, len(entities), size):
-            self._client.log_batch(self._id, **{kind: entities[first : first + size]})
-
-    def close(self, complete: bool) -> None:
-        self._client.set_terminated(self._id, "FINISHED" if complete else "FAILED")
-
-
-def _absolute(uri: str) -> str:
-    """The address of a store, with an absolute path if it is a local database."""
-    prefix, path = "sqlite:///", uri.removeprefix("sqlite:///")
-    if uri.startswith(prefix) and not path.startswith("/"):
-        return f"{prefix}{Path(path).resolve()}"
-    return uri
 
 
 # name: class; module that it needs, with one of its names; packages for pip
 TRACKERS: dict[str, tuple[Begin, str, str, str]] = {
     "tensorboard": (TensorBoard, "torch.utils.tensorboard", "SummaryWriter", "tensorboard"),
     "wandb": (WeightsAndBiases, "wandb", "init", "wandb"),
-    "mlflow": (MLflow, "mlflow", "MlflowClient", "mlflow-skinny sqlalchemy alembic"),
 }
 
 

@@ -37,7 +37,8 @@ DEFAULTS: Mapping[str, Any] = {
     "lr_schedule_milestones": [[150.0, 0.1], [250.0, 0.1]],
 }
 
-Parse = Callable[[str, bytes], LabeledImages]  # (name for error messages, content) → images
+Parse = Callable[[bytes], tuple[np.ndarray, list[int]]]  # content → images, labels
+Read = Callable[[str, bytes], LabeledImages]  # (name for error messages, content) → images
 
 
 @dataclass(frozen=True)
@@ -89,59 +90,38 @@ class Cifar:
         python_archive = data_files.Form((f"{self.name}-python.tar.gz",))
         binary_archive = data_files.Form((f"{self.name}-binary.tar.gz",))
         return {
-            self._python: partial(_unpacked, self._parse_pickle),
-            self._binary: partial(_unpacked, self._parse_records),
-            python_archive: partial(_archived, self._parse_pickle, self._python),
-            binary_archive: partial(_archived, self._parse_records, self._binary),
+            self._python: partial(_unpacked, partial(self._images, self._pickled)),
+            self._binary: partial(_unpacked, partial(self._images, self._records)),
+            python_archive: partial(_archived, partial(self._images, self._pickled), self._python),
+            binary_archive: partial(_archived, partial(self._images, self._records), self._binary),
         }
 
-    def _parse_pickle(self, where: str, content: bytes) -> LabeledImages:
-        """{b"data": uint8 [sample, 3072], b"labels" (or b"fine_labels"): [label of sample], …}"""
+    def _images(self, parse: Parse, where: str, content: bytes) -> LabeledImages:
+        """The images and labels of a file. Raises ValueError, with its name, if it has others."""
         try:
-            batch = _Unpickler(io.BytesIO(content), encoding="bytes").load()
+            data, found = parse(content)
+            images, labels = torch.from_numpy(data.copy()), torch.tensor(found)
+            if not len(labels) or images.shape != (len(labels), N_BYTES):
+                raise ValueError(f"{len(labels)} labels, and images {list(images.shape)}")
+            if (images.dtype, labels.dtype) != (torch.uint8, torch.int64):
+                raise ValueError(f"images of {images.dtype}, labels of {labels.dtype}")
+            if labels.min() < 0 or labels.max() >= self.n_labels:
+                raise ValueError(f"use labels 0 to {self.n_labels - 1}")
         except Exception as error:  # damaged pickles raise exceptions of any type
             reason = f"{type(error).__name__}: {error}"
             raise ValueError(f"{where} is damaged, or no file of {self.name}: {reason}") from error
-        if not isinstance(batch, dict):
-            raise ValueError(f"{where} holds a {type(batch).__name__} instead of a dictionary")
-        for key in (b"data", self.labels_key):
-            if key not in batch:
-                found = ", ".join(str(key) for key in batch)
-                raise ValueError(f"{where} holds {found}, but no {key!r} of {self.name}")
-        data, labels = batch[b"data"], batch[self.labels_key]
-        if not isinstance(data, np.ndarray) or data.dtype != np.uint8:
-            raise ValueError(f"{where}: {b'data'!r} is no array of bytes")
-        if data.ndim != 2 or data.shape[1] != N_BYTES:
-            raise ValueError(
-                f"{where}: {b'data'!r} is {data.shape} instead of (samples, {N_BYTES})"
-            )
-        if not isinstance(labels, list) or not all(type(label) is int for label in labels):
-            raise ValueError(f"{where}: {self.labels_key!r} is no list of whole numbers")
-        return self._checked(where, data, labels)
+        return LabeledImages(images.view(-1, *SHAPE), labels)
 
-    def _parse_records(self, where: str, content: bytes) -> LabeledImages:
+    def _pickled(self, content: bytes) -> tuple[np.ndarray, list[int]]:
+        """{b"data": uint8 [sample, 3072], b"labels" (or b"fine_labels"): [label of sample], …}"""
+        batch = _Unpickler(io.BytesIO(content), encoding="bytes").load()
+        return batch[b"data"], batch[self.labels_key]
+
+    def _records(self, content: bytes) -> tuple[np.ndarray, list[int]]:
         """Records of a byte for each label and 3072 bytes for the image."""
-        size = len(self.label_columns) + N_BYTES
-        if len(content) % size:
-            raise ValueError(
-                f"{where} is truncated, or no file of {self.name}: {len(content)} bytes are not a "
-                f"multiple of {size}"
-            )
-        records = np.frombuffer(content, dtype=np.uint8).reshape(-1, size)
-        data = records[:, len(self.label_columns) :]
-        return self._checked(where, data, records[:, len(self.label_columns) - 1].tolist())
-
-    def _checked(self, where: str, data: np.ndarray, labels: list[int]) -> LabeledImages:
-        """Check counts and labels.    data: uint8 [sample, byte of image]"""
-        if len(data) != len(labels):
-            raise ValueError(f"{where} holds {len(data)} images and {len(labels)} labels")
-        if not labels:
-            raise ValueError(f"{where} holds no images")
-        wrong = [label for label in labels if not 0 <= label < self.n_labels]
-        if wrong:
-            raise ValueError(f"{where} holds label {wrong[0]}: use 0 to {self.n_labels - 1}")
-        images = torch.from_numpy(data.copy()).view(-1, *SHAPE)
-        return LabeledImages(images, torch.tensor(labels))
+        n = len(self.label_columns)
+        records = np.frombuffer(content, dtype=np.uint8).reshape(-1, n + N_BYTES)
+        return records[:, n:], records[:, n - 1].tolist()
 
     def _convert(self, splits: Any) -> Iterator[tuple[str, bytes]]:
         """Convert the splits of the hub to files of the binary version: (name, content)."""
@@ -180,11 +160,11 @@ CIFAR100 = Cifar(
 )
 
 
-def _unpacked(parse: Parse, paths: list[Path]) -> list[LabeledImages]:
-    return [parse(str(path), data_files.read(path)) for path in paths]
+def _unpacked(read: Read, paths: list[Path]) -> list[LabeledImages]:
+    return [read(str(path), data_files.read(path)) for path in paths]
 
 
-def _archived(parse: Parse, form: data_files.Form, paths: list[Path]) -> list[LabeledImages]:
+def _archived(read: Read, form: data_files.Form, paths: list[Path]) -> list[LabeledImages]:
     """Parse the files of a form from their archive, the only path."""
     (path,) = paths
     content = data_files.uncompressed(path)
@@ -199,7 +179,7 @@ def _archived(parse: Parse, form: data_files.Form, paths: list[Path]) -> list[La
         raise ValueError(f"{path} lacks a file: {error.args[0]}") from error
     except tarfile.TarError as error:
         raise ValueError(f"{path} is damaged or truncated: {error}") from error
-    return [parse(where, content) for where, content in batches]
+    return [read(where, content) for where, content in batches]
 
 
 class _Unpickler(pickle.Unpickler):

@@ -28,24 +28,17 @@ def read(path: Path, rank: int) -> Tensor:
     """
     content = bytearray(data_files.uncompressed(path))
     start = 4 + 4 * rank
-    if len(content) < start:
-        raise ValueError(f"{path} is truncated: {len(content)} bytes, less than an IDX header")
     expected = bytes([0, 0, UNSIGNED_BYTE, rank])
     if content[:4] != expected:
         raise ValueError(
             f"{path} is not an IDX file of bytes with {rank} axes: "
             f"it starts with {content[:4].hex()} instead of {expected.hex()}"
         )
-    sizes = struct.unpack(f">{rank}I", content[4:start])
-    found, expected_size = len(content) - start, math.prod(sizes)
-    if found != expected_size:
+    sizes = struct.unpack(f">{rank}I", content[4:start].ljust(4 * rank, b"\0"))
+    size = math.prod(sizes)
+    if not size or len(content) != start + size:
         shape = " × ".join(map(str, sizes))
-        problem = "is truncated" if found < expected_size else "has too many bytes"
-        raise ValueError(
-            f"{path} {problem}: {found} bytes follow a header of {shape} = {expected_size} bytes"
-        )
-    if expected_size == 0:
-        raise ValueError(f"{path} is empty: its header has the sizes {sizes}")
+        raise ValueError(f"{path} is damaged: {len(content)} bytes, with a header of {shape} bytes")
     return torch.frombuffer(content, dtype=torch.uint8, offset=start).view(sizes)
 
 

@@ -136,7 +136,7 @@ class InMemory:
         return lambda: self.pixels.index_select(0, samples)
 
 
-class ImageClassification:
+class ImageClassification(modules.ModelTask):
     """A `Task` with batches of images and labels.
 
     images: float32 [sample, channel, row, column]. labels: int64 [sample].
@@ -189,7 +189,7 @@ class ImageClassification:
             {key: given[key] for key in given if key in MODEL_OPTIONS},
         )
         offered = {"shape": train.shape, "n_labels": n_labels}
-        self._architectures = modules.with_own(built_in, options, offered)
+        super().__init__(modules.with_own(built_in, options, offered), options.device)
         self._shift, self._scale = _normalization(train, given, options.device)
         self._chunk = max(
             1, min(EVALUATION_CHUNK, EVALUATION_PIXELS // (train.shape[1] * train.shape[2]))
@@ -198,11 +198,6 @@ class ImageClassification:
         self._readers = {name: data.reader(options.device) for name, data in splits.items()}
         # worker → epoch, step, lost workers, and the images
         self._ahead: dict[int, tuple[tuple[int, int, frozenset[int]], Pending]] = {}
-
-    @property
-    def architectures(self) -> Mapping[str, Callable[[], nn.Module]]:
-        """Name → a function that builds the model on the CPU with fresh random weights."""
-        return self._architectures
 
     @property
     def steps_per_epoch(self) -> int:
@@ -222,15 +217,6 @@ class ImageClassification:
             if not reader.augments:
                 parts[f"the first {NAMES[split]} images"] = reader.request(slice(0, FIRST))()
         return {part: sha256(tensor) for part, tensor in parts.items()}
-
-    def model(self, architecture: str, seed: int) -> nn.Module:
-        """Build a model on the task's device. Its weights depend on architecture and seed only.
-
-        Raises:
-            ValueError: If the architecture is unknown, too deep for images of this size, or lacks
-                one of the task options.
-        """
-        return modules.fresh(self._architectures, architecture, seed, self._options.device)
 
     def batch(self, worker: int, epoch: int, step: int, lost: frozenset[int] = NOBODY) -> Batch:
         """The images and labels of a worker at a step of an epoch, 0 ≤ step < steps_per_epoch.
@@ -291,14 +277,6 @@ class ImageClassification:
         accuracy = (scores.detach().argmax(1) == labels).float().mean()
         return loss, {"cross_entropy": loss.detach(), "accuracy": accuracy}
 
-    def carried(self, model: nn.Module) -> dict[str, Tensor]:
-        """Empty: no state is carried from batch to batch."""
-        return {}
-
-    def carry(self, model: nn.Module, state: Mapping[str, Tensor]) -> None:
-        """Do nothing: no state is carried from batch to batch."""
-        assert not state
-
     def evaluate(
         self, model: nn.Module, split: Split = "test", part: tuple[int, int] = (0, 1)
     ) -> dict[str, float]:
@@ -334,10 +312,6 @@ class ImageClassification:
             **top,
             "count": float(last - first),
         }
-
-    def derived(self, means: Mapping[str, float]) -> dict[str, float]:
-        """Empty: there are no derived metrics."""
-        return {}
 
     def label_counts(self, epoch: int = 0) -> Tensor:
         """Number of samples per worker and label in an epoch: int64 [worker, label]."""

@@ -116,7 +116,7 @@ def _text_options(dataset: str, given: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
-class LanguageTask(ABC):
+class LanguageTask(modules.ModelTask, ABC):
     """Models, loss and evaluation of all language tasks. Batches: (words, next words, first step).
 
     Words are int64 [stream, position], and the last entry is bool []: whether the model begins with
@@ -144,12 +144,8 @@ class LanguageTask(ABC):
         self._length, self._options, self._n_streams = length, options, n_streams
         shape = vocabulary_size, length
         built_in = modules.architectures(builders, (shape,), model_options)
-        self._architectures = modules.with_own(built_in, options, {"shape": shape})
-
-    @property
-    def architectures(self) -> Mapping[str, Callable[[], nn.Module]]:
-        """Name → a function that builds the model on the CPU with fresh random weights."""
-        return self._architectures
+        own = modules.with_own(built_in, options, {"shape": shape})
+        super().__init__(own, options.device)
 
     @property
     def tokens_in_batch(self) -> int:
@@ -157,12 +153,8 @@ class LanguageTask(ABC):
         return self._options.batch_size * self._length
 
     def model(self, architecture: str, seed: int) -> nn.Module:
-        """Build a model on the task's device. Its weights depend on architecture and seed only.
-
-        Raises ValueError if the architecture is unknown, lacks one of the task options, or is no
-        LanguageModel.
-        """
-        model = modules.fresh(self._architectures, architecture, seed, self._options.device)
+        """The model of the base. Raises ValueError if it is no LanguageModel, too."""
+        model = super().model(architecture, seed)
         if not isinstance(model, LanguageModel):
             raise ValueError(
                 f"task_architecture={architecture}: use a LanguageModel of "
@@ -368,8 +360,6 @@ def _check_partition(options: TaskOptions) -> None:
         raise ValueError(
             f"decentralized_data_column={options.column}: use null; text keeps its order"
         )
-    if options.placement is not None:
-        raise ValueError("decentralized_data_placement=mixed: use given; text has no labels")
     if options.dirichlet_alpha is not None:
         raise ValueError(
             f"decentralized_data_dirichlet_alpha={options.dirichlet_alpha}: use null; text has no "

@@ -1,4 +1,5 @@
-"""Models of any kind: construction by name with derived randomness, evaluation mode."""
+"""Models of any kind: construction by name with derived randomness, evaluation mode, the base of
+tasks."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -6,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from powergossip.randomness import torch_seed
 from powergossip.tasks import task_options
@@ -66,20 +67,41 @@ def _build(own: Named, options: TaskOptions, offered: Mapping[str, Any]) -> nn.M
     return model
 
 
-def fresh(
-    architectures: Architectures, architecture: str, seed: int, device: torch.device
-) -> nn.Module:
-    """Build a model on the device. Its weights depend on architecture and seed only.
+class ModelTask:
+    """The base of tasks: models by name. Nothing is carried from batch to batch, and no metrics are
+    derived.
 
-    Raises ValueError if the architecture is unknown or cannot be built.
+    Attributes:
+        architectures: Name → a function that builds the model on the CPU with fresh random weights.
     """
-    if architecture not in architectures:
-        raise ValueError(
-            f'task_architecture "{architecture}" is unknown; choose from '
-            f"{', '.join(architectures)}, or use package.module:callable"
-        )
-    with seeded(torch_seed(seed, "model")):
-        return architectures[architecture]().to(device)
+
+    def __init__(self, architectures: Architectures, device: torch.device):
+        self.architectures, self._device = architectures, device
+
+    def model(self, architecture: str, seed: int) -> nn.Module:
+        """Build a model on the task's device. Its weights depend on architecture and seed only.
+
+        Raises ValueError if the architecture is unknown or cannot be built.
+        """
+        if architecture not in self.architectures:
+            raise ValueError(
+                f'task_architecture "{architecture}" is unknown; choose from '
+                f"{', '.join(self.architectures)}, or use package.module:callable"
+            )
+        with seeded(torch_seed(seed, "model")):
+            return self.architectures[architecture]().to(self._device)
+
+    def carried(self, model: nn.Module) -> dict[str, Tensor]:
+        """Empty: no state is carried from batch to batch."""
+        return {}
+
+    def carry(self, model: nn.Module, state: Mapping[str, Tensor]) -> None:
+        """Do nothing: no state is carried from batch to batch."""
+        assert not state
+
+    def derived(self, means: Mapping[str, float]) -> dict[str, float]:
+        """Empty: there are no derived metrics."""
+        return {}
 
 
 @contextmanager

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from scipy.sparse import csr_array
 
 from powergossip.tasks import (
     cifar,
@@ -91,7 +90,6 @@ def make(
     column: str | None = None,
     data_processes: int = 0,
     architecture: str | None = None,
-    placement: csr_array | None = None,
 ) -> Task:
     """Build the task of this name, with its data loaded onto the device.
 
@@ -128,9 +126,6 @@ def make(
         data_processes: Number of processes that load the samples of a task of the user ahead of
             time. 0: none.
         architecture: package.module:callable, a model of the user. Other names have no effect here.
-        placement: Mixing matrix, csr [receiver, sender]. The fixed shards are permuted over the
-            workers such that the labels of a neighborhood are distributed like the labels of all
-            data. None: the shards stay in their order.
 
     Raises:
         ValueError: For an unknown name or option, an invalid value, sizes that do not match, a
@@ -167,7 +162,6 @@ def make(
             if is_name(architecture)
             else None
         ),
-        placement=placement,
     )
     return user_task.make(options) if is_name(name) else TASKS[name](options)
 

@@ -10,13 +10,11 @@ from collections.abc import Collection, Hashable, Sequence
 
 import numpy as np
 import torch
-from scipy.sparse import csr_array
 from torch import Tensor
 
 from powergossip import checks
 from powergossip.randomness import generator
 from powergossip.tasks.loading import on_device
-from powergossip.tasks.placement import mixed
 from powergossip.tasks.task import TaskOptions
 
 NOBODY: frozenset[int] = frozenset()
@@ -27,8 +25,7 @@ VALIDATION_SEED = 0  # of the held-out samples, fixed for all runs
 class Shards:
     """A partition of the samples 0 … n−1 over the workers: each belongs to one worker per epoch.
 
-    The sizes of shards differ by at most one, except in a partition by a column. With
-    options.placement, fixed shards are permuted over the workers (see `placement`). The order of an
+    The sizes of shards differ by at most one, except in a partition by a column. The order of an
     epoch is computed at its first use, and only the latest ones are cached.
 
     The samples of lost workers can be partitioned over the others: see `indices`.
@@ -74,28 +71,11 @@ class Shards:
             )
         elif not options.reshuffle:
             self._fixed = generator(options.seed, "shards").permutation(n_samples)
-        if options.placement is not None:
-            self._place(labels, options.placement)
         self.steps_per_epoch = n_batches(smallest, options.batch_size, options.drop_last)
         # Epoch, lost workers → samples, worker after worker, and where each worker's samples begin.
         self._orders: OrderedDict[tuple[int, frozenset[int]], tuple[Tensor, list[int]]] = (
             OrderedDict()
         )
-
-    def _place(self, labels: Tensor, mixing: csr_array) -> None:
-        """Permute the fixed shards such that neighbors have different labels."""
-        if self._fixed is None:
-            raise ValueError(
-                "decentralized_data_placement=mixed: use given, or fixed shards: "
-                "reshuffle_data=false, or data that differ between workers"
-            )
-        pieces = np.split(self._fixed, self._bounds[1:-1])
-        _, label = np.unique(labels.cpu(), return_inverse=True)
-        counts = np.stack([np.bincount(label[p], minlength=label.max() + 1) for p in pieces])
-        placed = mixed(counts, mixing)
-        self._fixed = np.concatenate([pieces[shard] for shard in placed])
-        sizes = np.diff(self._bounds)[placed]
-        self._bounds = np.concatenate([[0], np.cumsum(sizes)])
 
     def indices(self, worker: int, epoch: int, lost: frozenset[int] = NOBODY) -> Tensor:
         """The samples of a worker, in the order of an epoch: int64 [sample of the shard].

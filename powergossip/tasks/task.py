@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
-from scipy.sparse import csr_array
 from torch import Tensor, nn
 
 from powergossip.tasks.user_functions import Named
@@ -40,7 +39,6 @@ class TaskOptions:
     column: str | None = None
     data_processes: int = 0
     architecture: Named | None = None  # of the user
-    placement: csr_array | None = None  # mixing matrix [receiver, sender], for mixed shards
 
 
 @dataclass(frozen=True)

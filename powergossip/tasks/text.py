@@ -82,7 +82,7 @@ class Text(LanguageTask):
 
         bits_per_byte = Σ_t −log₂ p(token t) / Σ_t bytes of token t
 
-    It can be compared between tokenizers.
+    It can be compared between tokenizers, unlike the perplexity of a token.
     """
 
     redistributes: ClassVar[bool] = True
@@ -222,17 +222,7 @@ class Text(LanguageTask):
         tokens_per_byte = targets.numel() / int(self._byte_counts[targets].sum())
         return sums | {"bits_per_byte": sums["cross_entropy"] / math.log(2) * tokens_per_byte}
 
-    def derived(self, means: Mapping[str, float]) -> dict[str, float]:
-        """Empty: the perplexity of a token depends on the tokenizer."""
-        return {}
-
     def label_counts(self, epoch: int = 0) -> Tensor | None:
         """Number of sequences per worker and topic in an epoch: int64 [worker, topic]."""
-        return torch.stack(
-            [
-                self._topics[self._shards.indices(worker, epoch)].bincount(
-                    minlength=len(self._file.pieces["train"])
-                )
-                for worker in range(self._options.n_workers)
-            ]
-        )
+        n_topics = len(self._file.pieces["train"])
+        return self._shards.label_counts(self._topics, n_topics, epoch)

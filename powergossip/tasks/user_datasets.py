@@ -81,7 +81,7 @@ class Datasets:
     columns: Any = None
 
 
-class DatasetTask:
+class DatasetTask(modules.ModelTask):
     """A `Task` on `Datasets`. A batch is what `collate` makes of samples, on the task's device.
 
     Samples are loaded when they are needed, with options.data_processes > 0 ahead of time by other
@@ -108,11 +108,7 @@ class DatasetTask:
         self._kept: dict[tuple[Split, int], Any] = {}  # batches of evaluation
         self._room = KEPT_BYTES
 
-        needs_labels = (
-            options.decentralized
-            or options.dirichlet_alpha is not None
-            or options.placement is not None
-        )
+        needs_labels = options.decentralized or options.dirichlet_alpha is not None
         labels = self._find_labels(sizes["train"], needs_labels)
         held = self._held_out(labels, sizes["train"])
         kept = np.flatnonzero(~held)
@@ -131,7 +127,7 @@ class DatasetTask:
         unlabeled = torch.zeros(len(kept), dtype=torch.int64)
         on_cpu = replace(options, device=torch.device("cpu"))
         self._shards = Shards(unlabeled if self._labels is None else self._labels, on_cpu, column)
-        self._architectures = self._models()
+        super().__init__(self._models(), options.device)
 
     # --- Data ---
 
@@ -280,27 +276,6 @@ class DatasetTask:
                 f"task_architecture: use package.module:callable; {self._place} has no model"
             )
         return modules.with_own(build, options, datasets.model_arguments)
-
-    @property
-    def architectures(self) -> Mapping[str, Callable[[], nn.Module]]:
-        """Name → a function that builds the model on the CPU with fresh random weights."""
-        return self._architectures
-
-    def model(self, architecture: str, seed: int) -> nn.Module:
-        """Build a model on the task's device. Its weights depend on architecture and seed only.
-
-        Raises:
-            ValueError: If the architecture is unknown or a parameter of it has no value.
-        """
-        return modules.fresh(self._architectures, architecture, seed, self._options.device)
-
-    def carried(self, model: nn.Module) -> dict[str, Tensor]:
-        """Empty: no state is carried from batch to batch."""
-        return {}
-
-    def carry(self, model: nn.Module, state: Mapping[str, Tensor]) -> None:
-        """Do nothing: no state is carried from batch to batch."""
-        assert not state
 
     # --- Loss and metrics ---
 

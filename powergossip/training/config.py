@@ -33,7 +33,7 @@ class RunKeys:
     log_verbosity: int = 1  # 0: the result alone, 1: a progress bar, 2: also a line for each epoch
     tensorboard: bool = False  # the same as trackers=[tensorboard]
     trackers: list[str] = field(default_factory=list)  # programs that get the rows of metrics.jsonl
-    #   too: tensorboard, wandb, mlflow
+    #   too: tensorboard, wandb
     evaluation_interval: int = 1  # epochs between evaluations (the last epoch always has one)
     evaluate_average_model: bool = True  # evaluate the mean of all workers' models
     evaluate_workers: bool = True  # evaluate each worker's model
@@ -60,8 +60,6 @@ class RunKeys:
     decentralized_data_dirichlet_alpha: float | None = None  # non-IID: labels ~ Dirichlet(alpha)
     decentralized_data_column: str | None = None  # non-IID: samples with the same value in this
     #   column of your own data, or the same topic of documents, belong to one worker
-    decentralized_data_placement: str = "given"  # the worker of each fixed shard: given, or
-    #   mixed, so that neighbors on the topology have different labels
     data_processes: int = 0  # processes that load samples of your own data, for each process of the
     #   run
 
@@ -216,6 +214,11 @@ class Settings(RunKeys):
         return self.on_worker_loss != "end"
 
     @property
-    def one_way(self) -> bool:
-        """True if the method's messages are not exchanges: then a scenario has losses only."""
-        return self.optimizer == "push-sum" or self.learning == "relay-sgd"
+    def one_way(self) -> str:
+        """The name of the rule whose messages are not exchanges, or "". A scenario then has losses
+        only."""
+        from powergossip.algorithms import AVERAGING, learning
+
+        rows = (self.optimizer, AVERAGING), (self.learning, learning.LEARNING)
+        found = (name for name, row in rows if getattr(row.get(name), "one_way", False))
+        return next(found, "")

@@ -46,7 +46,6 @@ LEARNING_KEYS = {
 # The values that stand for the task's default, where they are not null.
 BLANKS = {"gradient_clipping": "auto"}
 
-PLACEMENTS = ("given", "mixed")  # of shards on the graph
 ON_WORKER_LOSS = ("end", "continue")
 DATA_OF_LOST = ("left", "redistributed")
 
@@ -169,7 +168,6 @@ def _check_values(c: Settings, given: Mapping[str, Any]) -> None:
         ("adam_beta1", "adam_beta2", "momentum", "muon_momentum", "validation_ratio"),
     )
     checks.fraction("decentralized_data_shuffled_ratio", c.decentralized_data_shuffled_ratio)
-    checks.one_of("decentralized_data_placement", c.decentralized_data_placement, PLACEMENTS)
     checks.one_of("mean_model_statistics", c.mean_model_statistics, ("averaged", "recalibrated"))
     if not c.evaluate_workers and not c.evaluate_average_model:
         raise ValueError("evaluate_workers=false: use true with evaluate_average_model=false")

@@ -2,11 +2,8 @@
 
 import warnings
 from dataclasses import dataclass
-from functools import partial, reduce
-from operator import add
+from functools import partial
 from typing import Any
-
-from scipy.sparse import csr_array
 
 from powergossip import kernels, tasks, topologies
 from powergossip.network import Losses, Network, Processes, choose_device
@@ -14,7 +11,6 @@ from powergossip.network.processes import OF_FILES
 from powergossip.parameters import Parameters
 from powergossip.runs import configuration
 from powergossip.runs.clock import Clock
-from powergossip.topologies import Topology
 from powergossip.training import precision
 from powergossip.training.config import Settings
 from powergossip.training.ending import Agreement
@@ -181,18 +177,9 @@ def make_task(c: Settings, network: Network) -> tasks.Task:
         task_options=c.task_options,
         validation_ratio=c.validation_ratio,
         column=c.decentralized_data_column,
-        placement=_placement(c, network.topology),
         data_processes=c.data_processes,
         architecture=c.task_architecture,
     )
-
-
-def _placement(c: Settings, topology: Topology) -> csr_array | None:
-    """The mixing matrix, averaged over its rounds, if shards are placed by their labels."""
-    if c.decentralized_data_placement == "given":
-        return None
-    matrices = [r.matrix() for r in topology.rounds]
-    return csr_array(reduce(add, matrices) / len(matrices))
 
 
 def check_evaluation(c: Settings, task: tasks.Task) -> None:

@@ -227,7 +227,9 @@ class Definition:
         texts |= described(ast.get_docstring(node) or "")
         function = node.body[-1] if init else node
         if isinstance(function, ast.FunctionDef):
-            found, args = {}, function.args
+            args = function.args
+            if args.kwarg is None or args.kwarg.arg != "base_options":
+                found = {}
             places = [
                 *zip(args.args[-len(args.defaults) :], args.defaults, strict=False),
                 *zip(args.kwonlyargs, args.kw_defaults, strict=True),

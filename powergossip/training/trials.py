@@ -9,6 +9,7 @@ checkpoint, or never.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from powergossip.topologies import Topology
 from powergossip.training.config import Settings
 from powergossip.trees import map_tensors
 
-STEPS, MORE = 8, 3  # before and after a state is saved
+STEPS, MORE = 8, 3  # before a state is saved, and after it at least
 MOST = 1000  # a method has to average within so many steps
 SIZE = 32  # rows and columns of the only matrix
 LAYOUT = Layout([(SIZE, SIZE)])
@@ -200,30 +201,35 @@ def try_learning(
 def _try(
     name: str, what: str, topology: Topology, begin: Begin, begin_idle: Begin, period: int = 0
 ) -> Tensor:
-    """Make steps until the first tensor differs from an idle trial's and a worker has sent
-    something. Then check state and messages. Returns the tensor."""
+    """Make steps until the first tensor differs from an idle trial's and messages were sent in two
+    steps, if there are so many. Then check state and messages. Returns the tensor."""
     trial, idle = _Trial(begin, topology), _Trial(begin_idle, topology)
     for part in trial.parts:
         for method in ("state_dict", "load_state_dict"):
             if not hasattr(part, method):
                 raise ValueError(f"{name} has no {method}; checkpoints need it")
-    changes = sends = topology.n_workers == 1
-    for _ in range(max(MOST, period)):
+    alone = changes = topology.n_workers == 1
+    sent: list[int] = []  # steps with messages
+    bits = 0
+    for step in range(max(MOST, period)):
         changes |= not torch.equal(trial.steps(1)[0], idle.steps(1)[0])
-        sends |= bool(trial.network.bits.any())
-        if changes and sends:
+        if (now := int(trial.network.bits.sum())) > bits:
+            bits = now
+            sent.append(step)
+        if changes and (alone or len(sent) > 1):
             break
     if not changes:
         raise ValueError(f"{name} does not change {what}; a step changes it in place")
-    if not sends:
+    if not sent and not alone:
         raise ValueError(f"{name} sends no messages; a step yields them")
-    if not _goes_on(trial, [_Trial(begin, topology) for _ in range(2)]):
+    more = max([MORE, *(later - earlier for earlier, later in pairwise(sent[-2:]))])
+    if not _goes_on(trial, [_Trial(begin, topology) for _ in range(2)], more):
         raise ValueError(
             f"{name} goes on differently from a checkpoint; its state_dict or load_state_dict "
             "misses something that the next step depends on"
         )
     decodes_once = isinstance(trial.parts[0], ErrorFeedback)  # in a process
-    if not decodes_once and _leaks(topology, begin, max(STEPS + MORE, period)):
+    if not decodes_once and _leaks(topology, begin, max(STEPS + MORE, period, *sent[-1:])):
         raise ValueError(
             f"{name}: a worker learns of another one without a message; the rows of a tensor "
             "are those of different workers"
@@ -231,8 +237,9 @@ def _try(
     return trial.tensors[0]
 
 
-def _goes_on(trial: _Trial, others: Sequence[_Trial]) -> bool:
-    """True if two others with the state of a trial go on as it does, or draw their own numbers."""
+def _goes_on(trial: _Trial, others: Sequence[_Trial], steps: int) -> bool:
+    """True if two others with the state of a trial make these steps as it does, or draw their own
+    numbers."""
     trial.steps(STEPS)
     state = [part.state_dict() for part in trial.parts]
     for other in others:
@@ -241,7 +248,7 @@ def _goes_on(trial: _Trial, others: Sequence[_Trial]) -> bool:
             tensor.copy_(saved)
         for part, saved in zip(other.parts, map_tensors(torch.clone, state), strict=True):
             part.load_state_dict(saved)
-    found, first, second = (of.steps(MORE) for of in (trial, *others))
+    found, first, second = (each.steps(steps) for each in (trial, *others))
     return _are_close(found, first) or not _are_close(first, second)
 
 

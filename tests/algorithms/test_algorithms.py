@@ -26,13 +26,16 @@ from tests.harness.averaging import (
     EVERY,
     SHAPES,
     UNDIRECTED,
+    Case,
     alone,
     label,
     start,
     steps,
     variance,
 )
+from tests.harness.helpers import with_one_each
 
+TIME_VARYING = ["one-peer-exponential", "base-graph", "random-matching", "round-robin"]
 UNDIRECTED_ONLY = {"power-gossip", *CONSENSUS_ONLY}
 
 
@@ -45,10 +48,17 @@ def test_every_name_is_among_the_cases() -> None:
 # --- Every algorithm ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "options"), EVERY, ids=label)
-@pytest.mark.parametrize(
-    ("topology", "n"),
-    [
+def every_algorithm_and(*names: str, values: list[Any]) -> pytest.MarkDecorator:
+    """An algorithm of each name with all values, and with other options one of them."""
+    pairs = with_one_each(EVERY, values, lambda case: case[0])
+    cases = [(*case, *(value if len(names) > 1 else (value,))) for case, value in pairs]
+    return pytest.mark.parametrize(("name", "options", *names), cases, ids=label)
+
+
+@every_algorithm_and(
+    "topology",
+    "n",
+    values=[
         ("ring", 1),
         *(("chain", 2), ("torus", 2)),
         *(("ring", 3), ("star", 3)),
@@ -104,8 +114,7 @@ def test_an_increment_is_what_a_step_adds_and_leaves_x_as_it_is(
     torch.testing.assert_close(before + increment, x, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("compiled", [True, False])
-@pytest.mark.parametrize(("name", "options"), EVERY, ids=label)
+@every_algorithm_and("compiled", values=[True, False])
 def test_a_restored_state_continues_bit_for_bit(
     name: str, options: dict[str, Any], compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,7 +134,7 @@ def test_a_restored_state_continues_bit_for_bit(
 
 
 @pytest.mark.parallel([2, 4, 8])
-@pytest.mark.parametrize("topology", ["ring", "star"])
+@pytest.mark.parametrize("topology", ["ring", "star", "random-matching"])
 def test_the_layout_of_processes_does_not_change_the_results(topology: str) -> None:
     """Eight workers in 2, 4 and 8 processes and in one: equal bits and messages, x to 1e-5.
 
@@ -133,7 +142,8 @@ def test_the_layout_of_processes_does_not_change_the_results(topology: str) -> N
     1.6 a step: hence few steps, but enough for messages of all workers to arrive everywhere.
     """
     layout, who, count = Layout(SHAPES), processes(), 10
-    for name, options in EVERY:
+    of_pairs: list[Case] = [("power-gossip", {"num_iterations": 2}), ("dpsgd", {})]
+    for name, options in of_pairs if topology == "random-matching" else EVERY:
         apart, of_one = Network(topologies.make(topology, 8)), None
         x = start(8, layout)[apart.workers.start : apart.workers.stop].clone()
         steps(apart, algorithms.make(name, apart, layout, **options), x, count)
@@ -174,30 +184,45 @@ def test_copies_are_runs_of_their_own(name: str, options: dict[str, Any]) -> Non
         assert network.bits[rows].tolist() == single.bits.tolist()
 
 
-@pytest.mark.parametrize("name", sorted(set(AVERAGING) - {"all-reduce", "push-sum"}))
-@pytest.mark.parametrize("rate", [0.0, -1.0, float("nan"), float("inf")])
-def test_diffusion_rates_must_be_positive(name: str, rate: float) -> None:
-    network = alone("ring", 3)
-    with pytest.raises(ValueError, match="diffusion_rate"):
-        algorithms.make(name, network, Layout([(3, 3)]), diffusion_rate=rate)
-
-
-def test_unknown_names_are_rejected() -> None:
-    with pytest.raises(ValueError, match=r'algorithm.*"sgd"'):
-        algorithms.make("sgd", alone("ring", 3), Layout([(2, 2)]))
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        *(
+            (name, {"diffusion_rate": rate}, "diffusion_rate")
+            for name in sorted(set(AVERAGING) - {"all-reduce", "push-sum"})
+            for rate in (0.0, float("nan"))
+        ),
+        *(("sparta", {"keep_ratio": ratio}, "keep_ratio") for ratio in (0.0, 1.1)),
+        *(("moniqua", {"theta": theta}, "theta=") for theta in (0.0, float("nan"))),
+        ("sgd", {}, r'algorithm.*"sgd"'),
+    ],
+)
+def test_bad_options_are_rejected(name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        algorithms.make(name, alone("ring", 3), Layout([(3, 3)]), **options)
 
 
 # --- Plain gossip and all-reduce ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("topology", [*UNDIRECTED, "unidirectional-ring", "exponential"])
-@pytest.mark.parametrize("rate", [1.0, 0.3])
-def test_plain_gossip_is_multiplication_by_the_mixing_matrix(topology: str, rate: float) -> None:
-    network, x = alone(topology, 8), torch.randn(8, 50)
-    W = network.topology.round(0).matrix().toarray()
-    expected = x + rate * torch.from_numpy(W - np.eye(8)).float() @ x
-    steps(network, PlainGossip(network, rate), x, 1)
-    torch.testing.assert_close(x, expected)
+@pytest.mark.parametrize(
+    "topology",
+    [*UNDIRECTED, "unidirectional-ring", "exponential", *TIME_VARYING, "epidemic"],
+)
+def test_plain_gossip_is_multiplication_by_the_mixing_matrix(topology: str) -> None:
+    """That of each round."""
+    for rate in (1.0, 0.3):
+        network, x = (
+            alone(topology, 7 if topology in TIME_VARYING else 8),
+            start(8, Layout([(50,)])),
+        )
+        averaging, x = PlainGossip(network, rate), x[: network.n_workers]
+        expected = x.double()
+        for t in range(2 * network.topology.period):
+            W = torch.from_numpy(network.topology.round(t).matrix().toarray())
+            expected += rate * (W @ expected - expected)
+            steps(network, averaging, x, 1)
+            torch.testing.assert_close(x, expected.float(), atol=1e-5, rtol=1e-5)
 
 
 class Copying(Network):
@@ -221,8 +246,13 @@ BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["co
 
 
 @BOTH
-@pytest.mark.parametrize("topology", ["fully-connected", "star", "ring", "one-peer-exponential"])
-@pytest.mark.parametrize("size", [1, 47, 24_577])
+@pytest.mark.parametrize(
+    ("topology", "size"),
+    [
+        *(("fully-connected", 1), ("fully-connected", 24_577), ("ring", 24_577)),
+        *(("star", 47), ("one-peer-exponential", 47)),
+    ],
+)
 def test_the_bits_are_those_of_copied_messages(
     dtype: torch.dtype, topology: str, size: int
 ) -> None:
@@ -245,7 +275,7 @@ def test_messages_within_a_process_take_no_memory(dtype: torch.dtype) -> None:
     assert allocated < 2 * (x.nbytes + increment.nbytes)  # of these themselves, and blocks
 
 
-@pytest.mark.parametrize("n", [4, 6, 8, 16, 32])
+@pytest.mark.parametrize("n", [4, 8, 32])
 def test_plain_gossip_contracts_by_the_rate_of_the_spectrum(n: int) -> None:
     """The slowest eigenvector shrinks by exactly (λ_max − λ_2)/(λ_max + λ_2) a step at γ*."""
     network = alone("ring", n)
@@ -275,11 +305,12 @@ def test_plain_gossip_sends_every_element_to_every_neighbor() -> None:
     assert network.bits.tolist() == [3 * 32 * layout.size * degree for degree in (4, 1, 1, 1, 1)]
 
 
-@pytest.mark.parametrize("ratio", [1e-6, 0.2, 1.0])
+@pytest.mark.parametrize("ratio", [1e-6, 0.29, 1.0])
 def test_sparta_is_plain_gossip_of_as_many_random_elements(ratio: float) -> None:
-    """Others in each step, the same in all workers. On the complete graph, their exact mean."""
-    layout, network = Layout(SHAPES), alone("fully-connected", 5)
-    kept, before = max(1, int(ratio * layout.size)), start(5, layout)
+    """Others in each step, the same in all workers. On the complete graph, their exact mean. Of 100
+    elements 29, though 0.29 · 100 = 28.999999999999996 in floats."""
+    layout, network = Layout([(10, 10)]), alone("fully-connected", 5)
+    kept, before = {1e-6: 1, 0.29: 29, 1.0: 100}[ratio], start(5, layout)
     averaging = algorithms.make("sparta", network, layout, keep_ratio=ratio, seed=1)
     seen = set()
     for _ in range(3):
@@ -294,33 +325,21 @@ def test_sparta_is_plain_gossip_of_as_many_random_elements(ratio: float) -> None
     assert network.bits.tolist() == [3 * 32 * kept * 4] * 5
 
 
-def test_sparta_sends_the_fraction_in_whole_numbers() -> None:
-    """0.29 · 100 = 28.999999999999996 in floats."""
-    layout, network = Layout([(10, 10)]), alone("ring", 3)
-    averaging = algorithms.make("sparta", network, layout, keep_ratio=0.29)
-    steps(network, averaging, start(3, layout), 1)
-    assert network.bits.tolist() == [2 * 32 * 29] * 3
-
-
-@pytest.mark.parametrize("ratio", [0.0, 1.1, float("nan")])
-def test_sparta_rejects_fractions_of_no_elements(ratio: float) -> None:
-    with pytest.raises(ValueError, match="keep_ratio"):
-        algorithms.make("sparta", alone("ring", 3), Layout(SHAPES), keep_ratio=ratio)
-
-
 # --- The limits, and compressed messages to all --------------------------------------------------
 
 
 @pytest.mark.parametrize(("n", "rounds"), [(4, 2), (5, 2), (8, 4), (16, 8)])
 def test_finite_time_gossip_is_exact_after_its_rounds(n: int, rounds: int) -> None:
+    """In each pass."""
     layout, network = Layout([(10, 10)]), alone("ring", n)
-    x = start(n, layout)
-    before = variance(x)
     averaging = algorithms.make("finite-time", network, layout)
-    steps(network, averaging, x, rounds - 1)
-    assert variance(x) > 1e-3 * before
-    steps(network, averaging, x, 1)
-    assert variance(x) < 1e-8 * before
+    for seed in range(2):
+        x = start(n, layout, seed)
+        before = variance(x)
+        steps(network, averaging, x, rounds - 1)
+        assert variance(x) > 1e-3 * before
+        steps(network, averaging, x, 1)
+        assert variance(x) < 1e-8 * before
 
 
 @pytest.mark.parametrize("name", topologies.UNDIRECTED)
@@ -337,16 +356,6 @@ def test_finite_time_gossip_does_not_go_away_from_the_mean(name: str) -> None:
     assert errors[-1] < 1e-6 * errors[0]
 
 
-def test_each_pass_of_finite_time_gossip_is_exact() -> None:
-    layout, network = Layout([(10, 10)]), alone("ring", 8)
-    averaging = algorithms.make("finite-time", network, layout)
-    for seed in range(3):
-        x = start(8, layout, seed)
-        before = variance(x)
-        steps(network, averaging, x, 4)
-        assert variance(x) < 1e-8 * before
-
-
 @pytest.mark.parametrize(("n", "contraction"), [(8, 0.446463), (16, 0.673514)])
 def test_chebyshev_contracts_by_the_rate_of_the_spectrum(n: int, contraction: float) -> None:
     layout, network = Layout([(10, 10)]), alone("ring", n)
@@ -356,11 +365,11 @@ def test_chebyshev_contracts_by_the_rate_of_the_spectrum(n: int, contraction: fl
     before = variance(x)
     steps(network, averaging, x, 8)
     assert (variance(x) / before) ** (1 / 16) == pytest.approx(contraction, rel=0.06)
-    assert network.topology.chebyshev_contraction == pytest.approx(contraction, abs=1e-6)
 
 
-@pytest.mark.parametrize("name", ["choco", "deepsqueeze"])
-@pytest.mark.parametrize("topology", ["ring", "star", "exponential"])
+@pytest.mark.parametrize(
+    ("name", "topology"), [("choco", "star"), ("choco", "exponential"), ("deepsqueeze", "ring")]
+)
 def test_the_identity_is_plain_gossip(name: str, topology: str) -> None:
     layout, network = Layout(SHAPES), alone(topology, 8)
     x = start(8, layout)
@@ -423,21 +432,6 @@ def test_deepsqueeze_keeps_the_compression_error() -> None:
         v_before = error
 
 
-def test_moniqua_moves_as_if_it_knew_its_neighbors_to_a_step() -> None:
-    """Within θ: mod(q_j B − x_i, B) is x̂_j − x_i, so only quantization separates it from gossip."""
-    n, theta, layout = 8, 2.0, Layout([(10, 10)])
-    network = alone("ring", n)
-    x = 50 * start(1, layout).repeat(n, 1) + 0.5 * start(n, layout).clamp(-1.9, 1.9)
-    plain = x.clone()
-    options = dict(theta=theta, diffusion_rate=0.1)
-    steps(network, algorithms.make("moniqua", network, layout, **options), x, 1)
-    steps(network, PlainGossip(network, 0.1), plain, 1)
-    quantum = 6 * theta / 3  # δ B
-    assert (x - plain).abs().max() <= 0.1 * (2 / 3) * 2 * quantum
-    assert (x - plain).abs().max() > 0
-    torch.testing.assert_close(x.mean(0), plain.mean(0), atol=1e-4, rtol=0)
-
-
 @pytest.mark.parametrize("topology", ["ring", "star", "one-peer-exponential"])
 def test_moniqua_is_the_papers_algorithm(topology: str) -> None:
     """Dense, in double precision, also where neighbors differ by more than θ."""
@@ -465,34 +459,7 @@ def test_moniqua_is_the_papers_algorithm(topology: str) -> None:
         torch.testing.assert_close(x, expected.float(), atol=2e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("theta", [0.0, -1.0, float("nan")])
-def test_theta_must_be_positive(theta: float) -> None:
-    with pytest.raises(ValueError, match="theta="):
-        algorithms.make("moniqua", alone("ring", 3), Layout([(3, 3)]), theta=theta)
-
-
 # --- Time-varying topologies ---------------------------------------------------------------------
-
-TIME_VARYING = ["one-peer-exponential", "base-graph", "random-matching", "round-robin"]
-
-
-@pytest.mark.parametrize("topology", [*TIME_VARYING, "epidemic"])
-def test_plain_gossip_multiplies_by_the_matrix_of_the_round(topology: str) -> None:
-    network, x = alone(topology, 7), torch.randn(7, 20)
-    averaging, expected = PlainGossip(network), x.double()
-    for t in range(2 * network.topology.period):
-        W = network.topology.round(t).matrix().toarray()
-        expected = torch.from_numpy(W) @ expected
-        steps(network, averaging, x, 1)
-        torch.testing.assert_close(x, expected.float(), atol=1e-5, rtol=1e-5)
-
-
-def test_a_base_graph_averages_exactly_after_its_period() -> None:
-    for n in (3, 5, 6, 7, 12):
-        network, x = alone("base-graph", n), torch.randn(n, 20)
-        before = variance(x)
-        steps(network, PlainGossip(network), x, network.topology.period)
-        assert variance(x) < 1e-10 * before
 
 
 @pytest.mark.parametrize("topology", TIME_VARYING)
@@ -500,9 +467,9 @@ def test_a_base_graph_averages_exactly_after_its_period() -> None:
     ("name", "options"),
     [
         ("power-gossip", dict(num_iterations=2)),
-        ("power-gossip", dict(rank=2)),
         ("deepsqueeze", dict(diffusion_rate=0.1)),
         ("moniqua", dict(theta=6.0, diffusion_rate=0.1)),
+        ("choco", {}),
     ],
     ids=label,
 )
@@ -510,8 +477,8 @@ def test_algorithms_on_time_varying_topologies_average(
     topology: str, name: str, options: dict[str, Any]
 ) -> None:
     layout, network = Layout(SHAPES), alone(topology, 8)
-    if name == "power-gossip" and not network.symmetric:
-        with pytest.raises(ValueError, match="topology=one-peer-exponential: use"):
+    if name == "choco" or (name == "power-gossip" and not network.symmetric):
+        with pytest.raises(ValueError, match=f"topology={topology}: use"):
             algorithms.make(name, network, layout, **options)
         return
     x = start(8, layout)
@@ -525,29 +492,6 @@ def test_algorithms_on_time_varying_topologies_average(
             last = variance(x)
     torch.testing.assert_close(x.mean(0), before.mean(0), atol=2e-5, rtol=0)
     assert variance(x) <= 0.5 * variance(before)
-
-
-@pytest.mark.parallel([4])
-def test_processes_do_not_show_on_time_varying_topologies() -> None:
-    layout = Layout(SHAPES)
-    for topology in ("base-graph", "random-matching"):
-        for name, options in [
-            ("power-gossip", dict(num_iterations=2)),
-            ("dpsgd", dict()),
-        ]:
-            made = topologies.make(topology, 8)
-            apart, together = Network(made), Network(made, ALONE)
-            expected = start(8, layout)
-            x = expected[apart.workers.start : apart.workers.stop].clone()
-            steps(together, algorithms.make(name, together, layout, **options), expected, 10)
-            steps(apart, algorithms.make(name, apart, layout, **options), x, 10)
-            torch.testing.assert_close(apart.gather(x), expected, atol=1e-5, rtol=1e-5)
-            assert apart.gather(torch.tensor(apart.bits)).tolist() == together.bits.tolist()
-
-
-def test_choco_rejects_time_varying_topologies() -> None:
-    with pytest.raises(ValueError, match="topology=base-graph: use"):
-        algorithms.make("choco", alone("base-graph", 6), Layout([(3, 3)]))
 
 
 @pytest.mark.parametrize("make", [lambda n: PlainGossip(n), lambda n: algorithms.ExactMean(n)])

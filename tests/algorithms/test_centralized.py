@@ -1,7 +1,6 @@
 """Laws of training with compressed gradients, for every row of the registry."""
 
 import copy
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -9,24 +8,31 @@ import pytest
 import torch
 from torch import nn
 
-from powergossip import compressors, topologies
 from powergossip import options as rows
+from powergossip import topologies
 from powergossip.algorithms import aggregation as aggregations
 from powergossip.algorithms.aggregation import AGGREGATIONS, OF_LOCAL_STEPS
-from powergossip.algorithms.dgc import DGCAggregation, DGCConfig
-from powergossip.algorithms.error_feedback import ErrorFeedback, ErrorFeedbackConfig
+from powergossip.algorithms.error_feedback import ErrorFeedbackConfig
 from powergossip.algorithms.learning import CentralizedSGD
-from powergossip.algorithms.power_sgd import Aggregation as PowerSGDAggregation
 from powergossip.algorithms.power_sgd import PowerSGDConfig
-from powergossip.algorithms.sign_sgd import SignSGDAggregation, SignSGDConfig
 from powergossip.algorithms.torch_powersgd import HOOKS, DDPHook
-from powergossip.compressors import COMPRESSORS
-from powergossip.network import Conversation, Gather, Network, Processes
+from powergossip.compressors import COMPRESSORS, Identity, TopK
+from powergossip.network import Conversation, Gather, Network, Processes, processes
+from powergossip.optimizers import (
+    DGC,
+    DGCSGD,
+    AllReduce,
+    DGCConfig,
+    ErrorFeedback,
+    PowerSGD,
+    optimizer_step,
+)
 from powergossip.parameters import Layout, Parameters
 from powergossip.training.config_checks import checked
 from powergossip.training.method_keys import ALIASES, DEFAULTS
 from powergossip.training.trainer import Trainer
-from tests.harness.loops import gradients
+from tests.harness.helpers import with_one_each
+from tests.harness.loops import backward, gradients, model, vector
 from tests.harness.loops import step as mean_of
 from tests.harness.training import after_steps, configured
 
@@ -55,7 +61,11 @@ RESIDUALS: list[tuple[str, dict[str, Any]]] = [
     ("sparse-loco", {"kept": 8, "bits": 4, "error_decay": 1.0}),
     *(("ef-sgd", {"compressor": name}) for name in COMPRESSORS if name != "identity"),
 ]
-STEPS = 24
+# Both of DGC, which applies the momentum itself, and of one that does not.
+with_and_without_nesterov = pytest.mark.parametrize(
+    ("name", "nesterov"),
+    with_one_each([*EVERYTHING], [True, False], lambda name: name == "dgc"),
+)
 
 
 def test_every_aggregation_is_tested() -> None:
@@ -63,17 +73,16 @@ def test_every_aggregation_is_tested() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", EVERYTHING)
-@pytest.mark.parametrize("nesterov", [True, False])
+@with_and_without_nesterov
 def test_without_compression_it_is_sgd_on_the_mean_gradient(name: str, nesterov: bool) -> None:
-    """torch's SGD with momentum and weight decay, for 50 steps of a real model."""
+    """torch's SGD with momentum and weight decay, for 30 steps of a real model."""
     config = {"weight_decay": 0.01, "nesterov": nesterov, "lr_schedule_milestones": [[0.6, 0.1]]}
     run = after_steps(0, optimizer=name, **EVERYTHING[name], **config)
     reference = after_steps(0, optimizer="all-reduce")
     x = nn.Parameter(reference.parameters.x[0].clone())
     start = x.detach().clone()
     sgd = torch.optim.SGD([x], momentum=0.9, weight_decay=0.01, nesterov=nesterov)
-    for t in range(50):
+    for t in range(30):
         epoch, step = divmod(t, run.steps_per_epoch)
         reference.parameters.x.copy_(x.detach())
         reference.parameters.grad.zero_()
@@ -88,11 +97,10 @@ def test_without_compression_it_is_sgd_on_the_mean_gradient(name: str, nesterov:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("name", COMPRESSING)
-def test_workers_of_a_process_stay_equal_to_the_bit(name: str, n: int) -> None:
+def test_workers_of_a_process_stay_equal_to_the_bit(name: str) -> None:
     """Also at the end of the buffer, where torch's kernels may round differently."""
-    run = after_steps(24, optimizer=name, n_workers=n, **COMPRESSING[name])
+    run = after_steps(12, optimizer=name, n_workers=3, **COMPRESSING[name])
     assert run.parameters.x.numel() % 8, "the buffer ends within a vector of the processor"
     assert (run.parameters.x == run.parameters.x[0]).all()
 
@@ -105,18 +113,15 @@ def rule(
     **options: Any,
 ) -> tuple[CentralizedSGD, Parameters]:
     """An aggregation with SGD, for two workers with one linear layer each. chosen: its options."""
-    model = nn.Linear(40, 30, dtype=dtype)
-    parameters = Parameters([copy.deepcopy(model) for _ in range(2)])
+    linear = nn.Linear(40, 30, dtype=dtype)
+    parameters = Parameters([copy.deepcopy(linear) for _ in range(2)])
     network = Network(topologies.make("ring", 2), Processes(), dtype=dtype)
-    chosen = chosen or {
-        key.removeprefix("optimizer_"): value for key, value in COMPRESSING[name].items()
-    }
-    given = DEFAULTS.get(name, {}) | chosen
-    given = {ALIASES.get(name, {}).get(key, key): value for key, value in given.items()}
+    of_name = {key.removeprefix("optimizer_"): value for key, value in COMPRESSING[name].items()}
+    given = dict(chosen or of_name)
     own = rows.defaults(AGGREGATIONS[name])
     given |= {key: options[key] for key in ("nesterov", "clip") if key in own and key in options}
     given |= {"momentum": momentum} if "momentum" in own else {}
-    aggregation = aggregations.make(name, network, parameters.layout, **given)
+    aggregation = made(name, network, parameters.layout, given)
     x = nn.Parameter(parameters.x)
     owns = aggregation.owns_momentum
     nesterov = options.pop("nesterov", False)
@@ -134,22 +139,20 @@ def rule(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", EVERYTHING)
-@pytest.mark.parametrize(("nesterov", "steps"), [(False, 600), (True, 300)])
-def test_weight_decay_is_not_compressed(name: str, nesterov: bool, steps: int) -> None:
+@with_and_without_nesterov
+def test_weight_decay_is_not_compressed(name: str, nesterov: bool) -> None:
     """Without gradients, x follows torch's SGD with momentum and weight decay."""
-    sgd, parameters = rule(name, weight_decay=1e-3, nesterov=nesterov)
+    sgd, parameters = rule(name, weight_decay=5e-3, nesterov=nesterov)
     x = nn.Parameter(parameters.x.clone())
     start = x.detach().clone()
-    expected = torch.optim.SGD([x], lr=0.1, momentum=0.9, weight_decay=1e-3, nesterov=nesterov)
+    expected = torch.optim.SGD([x], lr=0.1, momentum=0.9, weight_decay=5e-3, nesterov=nesterov)
     x.grad = torch.zeros_like(x)
-    for _ in range(steps):
+    for _ in range(100):
         sgd.start()
         sgd.finish()
         expected.step()
         assert (parameters.x - x.detach()).norm() < 1e-5 * x.detach().norm()
-    factor = math.exp(-steps * 1e-3)
-    assert x.detach().norm().item() == pytest.approx(factor * start.norm().item(), rel=0.05)
+    assert x.detach().norm() < 0.7 * start.norm()
 
 
 @pytest.mark.parametrize("name", EVERYTHING)
@@ -167,10 +170,10 @@ def test_clipping_leaves_weight_decay_alone(name: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("name", AGGREGATIONS)
 def test_workers_stay_together_and_learn_with_fewer_bits(name: str) -> None:
-    run = after_steps(120, optimizer=name, **COMPRESSING[name])
+    run = after_steps(80, optimizer=name, **COMPRESSING[name])
     x = run.parameters.x
     assert (x == x[0]).all()
-    plain = after_steps(1, optimizer="all-reduce").network.bits[0] * 120
+    plain = after_steps(1, optimizer="all-reduce").network.bits[0] * 80
     assert run.network.bits[0] < 0.2 * plain
     accuracy = run.task.evaluate(run.parameters.models[0])
     assert accuracy["accuracy"] > 0.85 * accuracy["count"]
@@ -223,70 +226,62 @@ def test_applied_and_residual_are_the_sum_of_the_mean_gradients(
     assert (applied + residual - given).norm() < rounding * given.norm()
 
 
-Make = Callable[[Network, Layout], Any]
-SHAPES: list[tuple[int, ...]] = [(60, 50), (9,), (6, 4), (3, 2, 2)]
-
-
-def low_rank(rank: int, num_iters: int, start: int = 0, **options: Any) -> Make:
-    config = PowerSGDConfig(rank, 0, num_iters, start, **options)
-    return lambda network, layout: PowerSGDAggregation(network, layout, config)
-
-
-def sparse(**options: Any) -> Make:
-    config = DGCConfig(compress_ratio=0.02, warmup_epochs=2, **options)
-    return lambda network, layout: DGCAggregation(network, layout, config)
-
-
-def with_error(compressor: str, momentum: float) -> Make:
-    made, config = compressors.make(compressor), ErrorFeedbackConfig(momentum=momentum)
-    return lambda network, layout: ErrorFeedback(network, layout, made, config)
-
-
-def signs(momentum: float) -> Make:
-    return lambda network, layout: SignSGDAggregation(network, layout, SignSGDConfig(momentum))
-
-
-# Aggregations, and one with other options that rejects their state.
-RESTORED: dict[str, tuple[Make, Make | None]] = {
-    "powersgd": (low_rank(1, 3), low_rank(2, 3)),
-    "powersgd, rank 3": (low_rank(3, 3), low_rank(1, 3)),
-    "powersgd, after 7 steps": (low_rank(1, 1, start=7), None),
-    "powersgd, resampled": (low_rank(1, 1, warm_start=False), None),
-    "powersgd, resampled three times": (low_rank(1, 3, warm_start=False), None),
-    "dgc": (sparse(fp16_values=True, clip=50.0), None),
-    "dgc, exact": (
-        sparse(strided_sample=False, resample=False, clip=2.0, clip_by="global-norm"),
-        None,
+LAYOUT = Layout([(60, 50), (9,), (6, 4), (3, 2, 2)])
+EXACT: dict[str, Any] = {"strided_sample": False, "resample": False, "compress_upper_bound": 1.3}
+# Options of an aggregation, and others that reject its state.
+RESTORED: list[tuple[str, dict[str, Any], dict[str, Any] | None]] = [
+    ("powersgd", {"rank": 1, "num_iterations": 3, "min_compression_rate": 0}, {"rank": 2}),
+    ("powersgd", {"rank": 3, "num_iterations": 1, "start_compressing_after": 7}, None),
+    ("powersgd", {"rank": 1, "num_iterations": 3, "warm_start": False}, None),
+    ("dgc", {"keep_ratio": 0.02, "warmup_epochs": 2, "fp16_values": True, "clip": 50.0}, None),
+    ("dgc", {"keep_ratio": 0.02, "clip": 2.0, "clip_by": "global-norm"} | EXACT, None),
+    *(
+        ("ef-sgd", {"compressor": name, "momentum_before_compression": True}, {"compressor": name})
+        for name in ("random-k", "qsgd", "sign-and-norm")
     ),
-    "ef-sgd, random-k": (with_error("random-k", 0.9), with_error("random-k", 0.0)),
-    "ef-sgd, qsgd": (with_error("qsgd", 0.9), with_error("qsgd", 0.0)),
-    "ef-sgd, sign-and-norm": (with_error("sign-and-norm", 0.9), with_error("sign-and-norm", 0.0)),
-    "signsgd": (signs(0.0), signs(0.9)),
-    "signsgd, momentum": (signs(0.9), signs(0.0)),
-}
+    ("signsgd", {"momentum": 0.0}, {"momentum": 0.9}),
+    ("signsgd", {"momentum": 0.9}, {"momentum": 0.0}),
+    ("demo", {"kept": 8}, None),
+    ("sparse-loco", {"kept": 8, "bits": 4}, None),
+]
 
 
-@pytest.mark.parametrize("name", RESTORED)
-def test_a_restored_aggregation_is_the_same_to_the_bit(name: str) -> None:
+def made(name: str, network: Network, layout: Layout, options: dict[str, Any]) -> Any:
+    """An aggregation with the defaults of train.py."""
+    given = DEFAULTS.get(name, {}) | options
+    given = {ALIASES.get(name, {}).get(key, key): value for key, value in given.items()}
+    return aggregations.make(name, network, layout, **given)
+
+
+class Run:
+    """An aggregation of workers, and their gradients, which grow by what they leave."""
+
+    def __init__(
+        self, name: str, options: dict[str, Any], workers: int, who: Processes | None = None
+    ):
+        self.network = Network(topologies.make("ring", workers), who or Processes())
+        self.made = made(name, self.network, LAYOUT, options)
+        self.own = list(self.network.workers)
+        self.rest = torch.zeros(len(self.own), LAYOUT.size)
+
+    def step(self, t: int, bad: float = 1.0) -> torch.Tensor:
+        """The mean. The learning rate and the epoch change. bad: factor of one element."""
+        if t % 4 == 0:
+            self.made.at_epoch(t // 4)
+        self.made.at_learning_rate(0.1 / (1 + t))
+        fresh = gradients(self.network.n_workers, LAYOUT, t)
+        fresh[:, ::3] = 0
+        fresh[-1, 4] *= bad
+        self.rest += fresh[self.own]
+        return mean_of(self.network, self.made, self.rest)
+
+
+@pytest.mark.parametrize(("name", "options", "others"), RESTORED)
+def test_a_restored_aggregation_is_the_same_to_the_bit(
+    name: str, options: dict[str, Any], others: dict[str, Any] | None
+) -> None:
     """Across steps with other learning rates and an increasing ratio."""
-    (make, another), layout = RESTORED[name], Layout(SHAPES)
-
-    class Run:
-        def __init__(self) -> None:
-            self.network = Network(topologies.make("ring", 3), Processes())
-            self.made = make(self.network, layout)
-            self.rest = torch.zeros(3, layout.size)  # of PowerSGD, its error
-
-        def step(self, t: int) -> torch.Tensor:
-            if t % 4 == 0:
-                self.made.at_epoch(t // 4)
-            self.made.at_learning_rate(0.1 / (1 + t))
-            fresh = gradients(3, layout, t)
-            fresh[:, ::3] = 0
-            self.rest += fresh
-            return mean_of(self.network, self.made, self.rest)
-
-    whole, other = Run(), Run()
+    whole, other = Run(name, options, 3), Run(name, options, 3)
     for t in range(6):
         whole.step(t)
     other.step(9)  # forgotten by loading
@@ -295,19 +290,48 @@ def test_a_restored_aggregation_is_the_same_to_the_bit(name: str) -> None:
     other.rest.copy_(whole.rest)
     for t in (6, 7, 8):
         assert torch.equal(other.step(t), whole.step(t))
-    if name != "signsgd":  # its state has no shapes
+    if name != "signsgd" or options["momentum"]:  # its state has no shapes
         with pytest.raises(ValueError, match=r"use |another"):
-            make(other.network, Layout([(2, 2)])).load_state_dict(state)
-    if another is not None:
+            made(name, other.network, Layout([(2, 2)]), options).load_state_dict(state)
+    if others is not None:
         with pytest.raises(ValueError, match=r"use |another"):
-            another(other.network, layout).load_state_dict(state)
+            made(name, other.network, LAYOUT, others).load_state_dict(state)
+
+
+ROWS = [*RESIDUALS, *((name, options) for name, options, _ in RESTORED)]
+
+
+@pytest.mark.parallel([2, 4])
+def test_the_layout_of_processes_does_not_change_the_results() -> None:
+    """To the bit, but for all-reduces, whose order of summation depends on it."""
+    for name, options in ROWS:
+        apart, together = Run(name, options, 4, processes()), Run(name, options, 4)
+        for t in range(3):
+            mean, expected = apart.step(t), together.step(t)[apart.own]
+            rounding = 1e-5 if name in ("powersgd", "dgc") else 0.0
+            torch.testing.assert_close(mean, expected, rtol=rounding, atol=rounding)
+            torch.testing.assert_close(
+                apart.rest, together.rest[apart.own], rtol=rounding, atol=rounding
+            )
+        assert apart.network.bits.tolist() == together.network.bits[apart.own].tolist()
+        assert apart.network.messages.tolist() == together.network.messages[apart.own].tolist()
+
+
+def test_divergence_stays_visible() -> None:
+    """But for DeMo: PyTorch's sign of NaN is 0."""
+    for name, options in ROWS:
+        if name == "demo":
+            continue
+        for bad in (torch.nan, torch.inf):
+            run = Run(name, options, 3)
+            assert not run.step(1, bad).isfinite().all(), (name, options)
 
 
 @pytest.mark.parametrize("hook", HOOKS)
 def test_weight_decay_of_a_hook_is_not_compressed(hook: str) -> None:
     """With gradients near 0, x follows torch's SGD with momentum and weight decay."""
-    model = nn.Linear(40, 30)
-    parameters = Parameters([model])
+    linear = nn.Linear(40, 30)
+    parameters = Parameters([linear])
     x, theirs = nn.Parameter(parameters.x), nn.Parameter(parameters.x.clone())
     ours = torch.optim.SGD([x], lr=0.1, momentum=0.9)
     sgd = torch.optim.SGD([theirs], lr=0.1, momentum=0.9, weight_decay=0.01)
@@ -324,7 +348,7 @@ def test_weight_decay_of_a_hook_is_not_compressed(hook: str) -> None:
     inputs = torch.randn(5, 40, generator=torch.Generator().manual_seed(0))
     for _ in range(100):
         hooked.start()
-        (1e-9 * model(inputs).square().sum()).backward()
+        (1e-9 * linear(inputs).square().sum()).backward()
         hooked.finish()
         sgd.step()
     assert (parameters.x - theirs.detach()).norm() < 1e-5 * theirs.detach().norm()
@@ -348,31 +372,13 @@ def test_clipping_concerns_the_new_gradient_only() -> None:
     ("changes", "message"),
     [
         ({"optimizer": "powersgd", "optimizer_rank": 0}, "optimizer_rank=0: use"),
-        (
-            {"optimizer": "powersgd", "optimizer_min_compression_rate": -0.5},
-            "optimizer_min_compression_rate=-0.5: use",
-        ),
-        (
-            {"optimizer": "dgc", "optimizer_keep_ratio": -1.5},
-            "optimizer_keep_ratio=-1.5: use",
-        ),
-        (
-            {"optimizer": "dgc", "optimizer_keep_ratio": 0.0},
-            "optimizer_keep_ratio=0.0: use",
-        ),
+        ({"optimizer": "dgc", "optimizer_keep_ratio": 0.0}, "optimizer_keep_ratio=0.0: use"),
         (
             {"optimizer": "dgc", "optimizer_warmup_epochs": 2, "optimizer_warmup_ratios": [0.2]},
             "optimizer_warmup_ratios",
         ),
-        (
-            {"optimizer": "dgc", "optimizer_warmup_epochs": 1, "optimizer_warmup_ratios": [1.5]},
-            "optimizer_warmup_ratios",
-        ),
         ({"optimizer": "dgc", "local_optimizer": "adamw"}, "local_optimizer=adamw: dgc"),
-        *(
-            ({"optimizer": name, "local_steps": 2}, "local_steps=2 is for gossip")
-            for name in ("powersgd", "demo")
-        ),
+        ({"optimizer": "powersgd", "local_steps": 2}, "local_steps=2 is for gossip"),
         ({"optimizer": "sparse-loco", "optimizer_mean_over": "some"}, "optimizer_mean_over=some"),
         ({"optimizer": "sparse-loco", "optimizer_error_decay": 1.1}, "optimizer_error_decay=1.1"),
         ({"optimizer": "sparse-loco", "optimizer_outer_rate": 0.0}, "optimizer_outer_rate=0.0"),
@@ -381,11 +387,7 @@ def test_clipping_concerns_the_new_gradient_only() -> None:
         ({"optimizer": "demo", "optimizer_chunk": 0}, "optimizer_chunk=0"),
         ({"optimizer": "demo", "local_optimizer": "adamw"}, "local_optimizer=adamw"),
         ({"optimizer": "powersgdd"}, 'optimizer "powersgdd" is unknown; choose from .*powersgd'),
-        *(({"optimizer": hook}, "4 workers in a process") for hook in HOOKS),
-        (
-            {"optimizer": "ddp-powersgd", "n_workers": 1, "optimizer_start_iteration": 1},
-            "optimizer_start_iteration=1",
-        ),
+        ({"optimizer": "ddp-powersgd"}, "4 workers in a process"),
     ],
 )
 def test_bad_input_names_the_key(changes: dict[str, Any], message: str) -> None:
@@ -419,35 +421,55 @@ def test_an_aggregation_of_ones_own_needs_a_step_only(monkeypatch: pytest.Monkey
     assert mean.tolist() == [[2.0, 3.0]] * 2
 
 
-def test_the_residual_is_whole_in_a_step_of_several_batches() -> None:
-    """The residual of an aggregation is added once, beside the mean of the batches."""
+# Aggregators in a loop of your own: without compression, and with it.
+LOOPS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "powersgd": (
+        lambda parameters: PowerSGD(parameters, PowerSGDConfig(16, 0, 2, 0)),
+        lambda parameters: PowerSGD(parameters, PowerSGDConfig(1, 1, 2, 0)),
+    ),
+    "dgc": (
+        lambda parameters: DGC(parameters, DGCConfig(compress_ratio=1)),
+        lambda parameters: DGC(parameters, DGCConfig(compress_ratio=0.1)),
+    ),
+    "ef-sgd": (
+        lambda parameters: ErrorFeedback(parameters, Identity()),
+        lambda parameters: ErrorFeedback(parameters, TopK(0.2)),
+    ),
+    "ef-sgd of momentum": (
+        lambda parameters: ErrorFeedback(parameters, Identity(), ErrorFeedbackConfig(0.9)),
+        lambda parameters: ErrorFeedback(parameters, TopK(0.2), ErrorFeedbackConfig(0.9)),
+    ),
+    "all-reduce": (lambda parameters: AllReduce(), lambda parameters: AllReduce()),
+}
 
-    class KeepsAll:
-        owns_momentum = clips = False
 
-        def __init__(self) -> None:
-            self.seen: list[torch.Tensor] = []
-
-        def at_epoch(self, epoch: float) -> None:
-            pass
-
-        def step(self, gradient: torch.Tensor, mean: torch.Tensor) -> Any:
-            self.seen.append(gradient.clone())
-            mean.zero_()
-            yield from ()
-
-        def state_dict(self) -> dict[str, Any]:
-            return {}
-
-        def load_state_dict(self, state: Any) -> None:
-            pass
-
-    network = Network(topologies.make("ring", 2), Processes())
-    parameters = Parameters([torch.nn.Linear(2, 1, bias=False) for _ in range(2)])
-    keeps: Any = KeepsAll()
-    rule = CentralizedSGD(network, keeps, parameters, lambda gradient: None, num_batches_per_step=2)
-    for batch in (1.0, 3.0, 10.0, 20.0):
-        rule.start()
-        parameters.grad.add_(batch)
-        rule.finish()
-    assert [seen[0, 0].item() for seen in keeps.seen] == [2.0, 2.0 + 15.0]
+@pytest.mark.parallel([1, 4])
+@pytest.mark.parametrize("name", LOOPS)
+def test_five_lines_in_a_loop(name: str) -> None:
+    """Without compression it is SGD on the mean gradient. With it, all workers have the same
+    parameters, and the mean gradient counts in the end."""
+    who, kind = processes(), DGCSGD if name in ("dgc", "ef-sgd of momentum") else torch.optim.SGD
+    reference, loops = model(0), []
+    options: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
+    plain = torch.optim.SGD(reference.parameters(), **options)
+    for make in LOOPS[name]:
+        net = model(0 if name == "all-reduce" else who.rank)  # process 0's parameters count
+        loops.append((net, kind(net.parameters(), **options), make(net.named_parameters())))
+    for t in range(9):
+        for optimizer in (plain, *(optimizer for _, optimizer, _ in loops)):
+            optimizer.param_groups[0]["lr"] = 0.1 if t < 6 else 0.05
+        for net, *pair in loops:
+            backward(net, who.rank, t)
+            optimizer_step(*pair)
+        for worker in range(who.size):
+            backward(reference, worker, t, 1 / who.size)
+        plain.step()
+        plain.zero_grad()
+        y, (exact, compressed) = vector(reference), (vector(net) for net, *_ in loops)
+        assert (exact - y).norm() < 1e-5 * y.norm()
+        assert len({tuple(x.tolist()) for x in who.gather(compressed)}) == 1
+    whole, less = (aggregator.bits for *_, aggregator in loops)
+    assert (less > 0) == (whole > 0) == (who.size > 1)
+    if name != "all-reduce":
+        assert 0 < (compressed - y).norm() < 0.5 * y.norm()
+        assert less < 0.7 * whole or who.size == 1

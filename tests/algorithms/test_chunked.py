@@ -125,7 +125,7 @@ def decoded(x: Tensor, shapes: list[Any], *options: int) -> Tensor:
     return own
 
 
-@pytest.mark.parametrize("bits", [1, 2, 5, 8, 32])
+@pytest.mark.parametrize("bits", [1, 5, 32])
 def test_the_largest_of_each_chunk_are_kept(bits: int) -> None:
     """‖v − C(v)‖² ≤ (1 − K/(h w)) ‖v‖² with floats, and less than ‖v‖² with bins."""
     shape, kept = (12, 10), 5
@@ -143,22 +143,8 @@ def test_the_largest_of_each_chunk_are_kept(bits: int) -> None:
     else:
         kept_squares = (chunks * large).square().sum((1, 2))
         worst = v.square().sum((1, 2)) - kept_squares
-        coarse = {1: 1.0, 2: 0.3, 5: 0.02, 8: 1e-3}[bits]
-        assert (left - worst < coarse * kept_squares).all()
+        assert (left - worst < {1: 1.0, 5: 0.02}[bits] * kept_squares).all()
         assert len(found[0].unique()) <= 2**bits + 1
-
-
-@pytest.mark.parametrize("bits", [2, 8, 32])
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_divergence_stays_visible(bits: int, bad: float) -> None:
-    x = torch.randn(2, 60)
-    x[:, 7] = bad
-    assert not decoded_ignoring_layout(x, bits).isfinite().all()
-
-
-def decoded_ignoring_layout(x: Tensor, bits: int) -> Tensor:
-    codec = Codec(Layout([(6, 10)]), ChunkTopK(2, 5, bits), range(2))
-    return codec.decode(codec.encode(x, 0), codec.workers, 0)
 
 
 # --- DeMo -----------------------------------------------------------------------------------------
@@ -189,41 +175,31 @@ WHOLE = {"optimizer_kept": 4096, "optimizer_bits": 32}
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("local_optimizer", ["sgd", "adamw", "muon"])
-def test_uncompressed_it_is_the_mean_of_models_after_local_steps(local_optimizer: str) -> None:
-    changes: dict[str, Any] = {
-        "local_steps": 4,
-        "local_optimizer": local_optimizer,
-        "learning_rate": 0.005,
-    }
-    changes["muon_precision"] = "fp32"
-    ours = after_steps(12, optimizer="sparse-loco", **changes, **WHOLE)
-    reference = after_steps(12, optimizer="all-reduce", **changes)
-    start = after_steps(0).parameters.x
-    assert (reference.parameters.x - start).norm() > 0.1
-    torch.testing.assert_close(ours.parameters.x, reference.parameters.x, rtol=1e-4, atol=1e-5)
-
-
-def test_workers_meet_after_every_round_and_send_nothing_in_between() -> None:
-    run = after_steps(0, optimizer="sparse-loco", local_steps=3, learning_rate=0.05)
-    x, sent = run.parameters.x, []
-    for time in range(6):
-        run.execution.train_step(0, time)
-        sent.append(int(run.network.bits[0]))
-        assert (x == x[0]).all() == ((time + 1) % 3 == 0)
-    assert sent == [0, 0, sent[2], sent[2], sent[2], 2 * sent[2]]
-    assert sent[2] > 0
-
-
-def test_the_outer_rate_multiplies_the_mean() -> None:
-    start = after_steps(0).parameters.x
-    moved = [
-        after_steps(2, optimizer="sparse-loco", local_steps=2, optimizer_outer_rate=rate)
-        .parameters.x.sub(start)
-        .clone()
-        for rate in (1.0, 0.5)
-    ]
-    torch.testing.assert_close(moved[1], moved[0] / 2, rtol=1e-4, atol=1e-6)
+@pytest.mark.parametrize(("local_optimizer", "outer_rate"), [("adamw", 1.0), ("muon", 0.5)])
+def test_uncompressed_it_is_the_mean_of_models_after_local_steps(
+    local_optimizer: str, outer_rate: float
+) -> None:
+    """The outer rate multiplies the mean. Nothing is sent within a round."""
+    local = {"local_steps": 3, "local_optimizer": local_optimizer, "learning_rate": 0.005}
+    ours, reference, start = (
+        after_steps(0, optimizer=name, muon_precision="fp32", **local, **own)
+        for name, own in (
+            ("sparse-loco", WHOLE | {"optimizer_outer_rate": outer_rate}),
+            ("all-reduce", {}),
+            ("all-reduce", {}),
+        )
+    )
+    sent = []
+    for time in range(3):
+        for run in (ours, reference):
+            run.execution.train_step(0, time)
+        x = ours.parameters.x
+        sent.append(int(ours.network.bits[0]))
+        assert (x == x[0]).all() == (time == 2)
+    expected = start.parameters.x.lerp(reference.parameters.x, outer_rate)
+    assert (expected - start.parameters.x).norm() > 0.01
+    torch.testing.assert_close(x, expected, rtol=1e-4, atol=1e-5)
+    assert sent[:2] == [0, 0] < sent[2:]
 
 
 def error_of_mean(decay: float) -> float:
@@ -236,7 +212,7 @@ def error_of_mean(decay: float) -> float:
     layout, network = Layout([(10,)]), Network(topologies.make("ring", 8), Processes())
     options = {"kept": 1, "bits": 32, "error_decay": decay}
     made = aggregation.make("sparse-loco", network, layout, **options)
-    x, total, rounds = torch.zeros(10), torch.zeros(10), 3000
+    x, total, rounds = torch.zeros(10), torch.zeros(10), 1500
     for time in range(rounds):
         x = x - step(network, made, walked * (x - b))[0]
         if time >= rounds // 2:

@@ -120,7 +120,7 @@ def close(a: Tensor, b: Tensor, tolerance: float = 1e-5) -> bool:
 # What it computes.
 
 
-@pytest.mark.parallel([1, 4])
+@pytest.mark.parallel([4])
 @pytest.mark.parametrize("hook", HOOKS)
 def test_before_compression_starts_it_is_all_reduce_sgd(hook: str) -> None:
     start = mlp()
@@ -133,8 +133,14 @@ def test_before_compression_starts_it_is_all_reduce_sgd(hook: str) -> None:
 
 
 @pytest.mark.parallel([4])
-@pytest.mark.parametrize("hook", HOOKS)
-@pytest.mark.parametrize(("model", "warm_start"), [(mlp, True), (wide, False)])
+@pytest.mark.parametrize(
+    ("hook", "model", "warm_start"),
+    [
+        ("ddp-powersgd", mlp, True),
+        ("ddp-batched-powersgd", mlp, False),
+        ("ddp-powersgd", wide, False),
+    ],
+)
 def test_workers_stay_together_and_learn(
     hook: str, warm_start: bool, model: Callable[[], nn.Module]
 ) -> None:
@@ -213,9 +219,8 @@ def dead_at_first(alive: int) -> Callable[[], nn.Module]:
     return Model
 
 
-@pytest.mark.parallel([1, 2])
-@pytest.mark.parametrize("rank", [1, 2, 4])
-@pytest.mark.parametrize("warm_start", [True, False])
+@pytest.mark.parallel([2])
+@pytest.mark.parametrize(("rank", "warm_start"), [(1, True), (2, False), (4, True)])
 def test_a_dead_layer_survives_and_can_learn_again(rank: int, warm_start: bool) -> None:
     """At rank 1 and 2 because of epsilon, at rank 4 because of torch's QR factorization."""
     options: dict[str, Any] = {"rank": rank, "warm_start": warm_start, "min_compression_rate": 0}
@@ -233,18 +238,16 @@ def test_a_dead_layer_survives_and_can_learn_again(rank: int, warm_start: bool) 
 
 
 @pytest.mark.parametrize("hook", HOOKS)
-@pytest.mark.parametrize(("rank", "epsilon", "survives"), [(2, 0.0, False), (2, 1e-8, True)])
-def test_epsilon_is_given_to_both_hooks(
-    hook: str, rank: int, epsilon: float, survives: bool
-) -> None:
+def test_epsilon_is_given_to_both_hooks(hook: str) -> None:
     """With torch's default of 0, a gradient of zeros gives NaN."""
-    options: dict[str, Any] = {"rank": rank, "orthogonalization_epsilon": epsilon}
-    worker = Worker(hooked(hook, min_compression_rate=0, **options), linear, who=Processes())
-    for _ in range(5):
-        worker.rule.start()
-        (worker.model(torch.zeros(1, 12)).sum()).backward()
-        worker.rule.finish()
-    assert worker.x.isfinite().all() == survives
+    for epsilon in (0.0, 1e-8):
+        options: dict[str, Any] = {"rank": 2, "orthogonalization_epsilon": epsilon}
+        worker = Worker(hooked(hook, min_compression_rate=0, **options), linear, who=Processes())
+        for _ in range(5):
+            worker.rule.start()
+            (worker.model(torch.zeros(1, 12)).sum()).backward()
+            worker.rule.finish()
+        assert worker.x.isfinite().all() == (epsilon > 0)
 
 
 @pytest.mark.parametrize("cap", [None, 1, 2.5])
@@ -300,32 +303,14 @@ def test_statistics_are_logged_at_their_frequency(caplog: pytest.LogCaptureFixtu
     assert logged(again, 1) == 1  # step 10
 
 
-def test_frozen_parameters_are_not_sent() -> None:
-    def model() -> nn.Module:
-        net = mlp()
-        net[0].requires_grad_(False)  # type: ignore[index]
-        return net
-
-    worker = Worker(hooked(), model, who=Processes())
-    before = worker.model[0].weight.detach().clone()  # type: ignore[index]
-    worker.train(5)
-    assert torch.equal(worker.model[0].weight, before)  # type: ignore[index]
-    assert worker.rule.state.total_numel_before_compression == 2 * (7 * 20 + 7)
-
-
 @pytest.mark.parallel([2])
 def test_the_mean_gradient_is_clipped() -> None:
+    """Gradients stay in the flat buffer."""
     seen: list[Tensor] = []
     worker = Worker(hooked(clip=0.01), update=lambda gradient: seen.append(gradient.clone()))
-    worker.train(5)
-    assert torch.stack(seen).norm(dim=2).flatten().tolist() == pytest.approx([0.01] * 5)
-
-
-@pytest.mark.parallel([2])
-def test_gradients_stay_in_the_flat_buffer() -> None:
-    worker = Worker(hooked())
     views = [parameter.grad.data_ptr() for parameter in worker.model.parameters()]  # type: ignore[union-attr]
     worker.train(5)
+    assert torch.stack(seen).norm(dim=2).flatten().tolist() == pytest.approx([0.01] * 5)
     assert [p.grad.data_ptr() for p in worker.model.parameters()] == views  # type: ignore[union-attr]
     start = worker.parameters.grad.data_ptr()
     assert all(0 <= view - start < 4 * worker.parameters.layout.size for view in views)
@@ -335,9 +320,15 @@ def test_gradients_stay_in_the_flat_buffer() -> None:
 
 
 @pytest.mark.parallel([1, 4])
-@pytest.mark.parametrize("hook", HOOKS)
-@pytest.mark.parametrize(("rank", "least_rate"), [(1, 1.0), (2, 1.0), (2, 3.0)])
-@pytest.mark.parametrize("model", [mlp, wide])
+@pytest.mark.parametrize(
+    ("hook", "rank", "least_rate", "model"),
+    [
+        ("ddp-powersgd", 1, 1.0, wide),
+        ("ddp-powersgd", 2, 3.0, mlp),
+        ("ddp-batched-powersgd", 2, 1.0, mlp),
+        ("ddp-batched-powersgd", 1, 1.0, wide),
+    ],
+)
 def test_what_is_counted_is_what_pytorch_all_reduces(
     monkeypatch: pytest.MonkeyPatch,
     hook: str,
@@ -379,16 +370,24 @@ def test_sizes_by_hand() -> None:
 
 @pytest.mark.long
 @pytest.mark.parallel([1, 2])
-@pytest.mark.parametrize("hook", HOOKS)
-@pytest.mark.parametrize("warm_start", [True, False])
-@pytest.mark.parametrize("at", [2, 5])
+@pytest.mark.parametrize(
+    ("hook", "warm_start", "at"),
+    [
+        ("ddp-powersgd", True, 5),
+        ("ddp-powersgd", False, 2),
+        ("ddp-batched-powersgd", True, 2),
+        ("ddp-batched-powersgd", False, 5),
+    ],
+)
 def test_it_goes_on_bit_for_bit(hook: str, warm_start: bool, at: int) -> None:
+    """A state is a copy, with an axis of workers."""
     through = Worker(hooked(hook, warm_start=warm_start, seed=7), wide).train(at)
     x, state = through.x.clone(), through.rule.state_dict()
+    assert all(len(tensor) == 1 for name in ("p", "q") for tensor in state[name].values())
+    before = str(state)
     through.train(4)
-    again = Worker(hooked(hook, warm_start=warm_start, seed=8), wide).train(
-        3
-    )  # forgotten by loading
+    assert str(state) == before
+    again = Worker(hooked(hook, warm_start=warm_start, seed=8), wide).train(3)
     again.x.copy_(x)
     again.rule.load_state_dict(state)
     again.steps = at
@@ -396,17 +395,6 @@ def test_it_goes_on_bit_for_bit(hook: str, warm_start: bool, at: int) -> None:
     assert torch.equal(again.x, through.x)
     ours, theirs = again.rule.state_dict(), through.rule.state_dict()
     assert str(ours) == str(theirs)
-
-
-@pytest.mark.parallel([2])
-def test_the_state_has_an_axis_of_workers_and_is_a_copy() -> None:
-    worker = Worker(hooked()).train(5)
-    state = worker.rule.state_dict()
-    before = state["errors"][0].clone()
-    assert before.shape == (1, worker.parameters.layout.size)
-    assert all(len(tensor) == 1 for name in ("p", "q") for tensor in state[name].values())
-    worker.train(1)
-    assert torch.equal(state["errors"][0], before)
 
 
 # The first compressed step of train.py.
@@ -423,13 +411,11 @@ def started(processes_: Processes, **changes: Any) -> Trainer:
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"num_epochs": 30}, 30),
         ({"num_epochs": 31}, 31),
         ({"num_epochs": 1}, 2),
         ({"distributed_lr_warmup_factor": 2.0}, 50),
         ({"distributed_lr_warmup_factor": 2.0, "num_epochs": 3}, 30),
         ({"optimizer_start_iteration": 7}, 7),
-        ({"optimizer_start_iteration": "auto"}, 40),
     ],
 )
 def test_compression_starts_by_the_guidance(changes: dict[str, Any], expected: int) -> None:
@@ -493,7 +479,6 @@ def test_a_process_group_of_someone_else_is_used_or_refused(tmp_path: Any) -> No
     ("options", "words"),
     [
         ({"rank": 0}, "rank=0: use"),
-        ({"min_compression_rate": -0.5}, "min_compression_rate=-0.5: use"),
         ({"min_compression_rate": float("nan")}, "min_compression_rate=nan"),
         ({"start_iteration": -1}, "start_iteration=-1: use"),
         ({"start_iteration": 1}, "start_iteration=1: use 2 or more"),
@@ -501,7 +486,6 @@ def test_a_process_group_of_someone_else_is_used_or_refused(tmp_path: Any) -> No
         ({"start_iteration": 0, "error_feedback": False}, "optimizer_warm_start=false"),
         ({"orthogonalization_epsilon": -1e-8}, "orthogonalization_epsilon=-1e-08"),
         ({"compression_stats_logging_frequency": 0}, "compression_stats_logging_frequency=0"),
-        ({"bucket_cap_mb": 0}, "bucket_cap_mb=0"),
         ({"bucket_cap_mb": 1e30}, "bucket_cap_mb=1e\\+30"),
         ({"hook": "powersgd"}, "choose from ddp-powersgd, ddp-batched-powersgd"),
         ({"hook": "ddp-batched-powersgd", "rank": 22}, "rank=22: use 21 or less"),
@@ -510,27 +494,26 @@ def test_a_process_group_of_someone_else_is_used_or_refused(tmp_path: Any) -> No
 def test_what_pytorch_cannot_do_is_refused_before_the_start(
     options: dict[str, Any], words: str
 ) -> None:
+    """Compression may start at once without memory."""
     with pytest.raises(ValueError, match=words):
         Worker(hooked(**options), who=Processes())
+    at_once: dict[str, Any] = {"start_iteration": 0, "warm_start": False, "error_feedback": False}
+    Worker(hooked(**at_once), who=Processes()).train(1)
 
 
-def test_compression_may_start_at_once_without_memory() -> None:
-    options: dict[str, Any] = {"start_iteration": 0, "warm_start": False, "error_feedback": False}
-    Worker(hooked(**options), who=Processes()).train(3)
-
-
-def test_several_workers_in_a_process_are_refused() -> None:
+def test_models_that_do_not_fit_are_refused() -> None:
+    """Frozen parameters are not sent."""
     network = Network(topologies.make("ring", 4), Processes())
     parameters = Parameters([mlp() for _ in range(4)])
     with pytest.raises(ValueError, match=r"4 workers in a process.*mpirun -np N"):
         DDPHook(network, parameters, lambda gradient: None, hook="ddp-powersgd")
-
-
-def test_a_parameter_without_gradient_is_named() -> None:
-    def model() -> nn.Module:
-        module = mlp()
-        module[1].register_parameter("idle", nn.Parameter(torch.zeros(3)))  # type: ignore[index]
-        return module
-
+    net: Any = mlp()
+    net[1].register_parameter("idle", nn.Parameter(torch.zeros(3)))
     with pytest.raises(ValueError, match=r"parameter 1\.idle gets no gradient"):
-        Worker(hooked(), model, who=Processes()).train(1)
+        Worker(hooked(), lambda: net, who=Processes()).train(1)
+    frozen: Any = mlp()
+    frozen[0].requires_grad_(False)
+    before = frozen[0].weight.detach().clone()
+    worker = Worker(hooked(), lambda: frozen, who=Processes()).train(5)
+    assert torch.equal(frozen[0].weight, before)
+    assert worker.rule.state.total_numel_before_compression == 2 * (7 * 20 + 7)

@@ -26,7 +26,6 @@ from powergossip.training.config_checks import checked
 from powergossip.training.trainer import Trainer
 from tests.harness import default_rates
 from tests.harness.default_rates import Case
-from tests.harness.training import select, trained, value
 
 ALONE = Processes()
 LAYOUT = Layout([(25, 40), (5, 2), (20,)])
@@ -57,7 +56,8 @@ def consensus(
 def test_no_default_diverges(rule: str, compressor: str) -> None:
     """A part of the cases of `python -m tests.harness.default_rates`."""
     steps = 600 if compressor in ("svd", "rounding") else 1500
-    for graph, elements in (("ring 8, constant weights", 10), ("fully connected 8", 100)):
+    cases = [("ring 8, constant weights", 10), ("fully connected 8", 100)]
+    for graph, elements in cases if rule == "choco" else cases[:1]:
         result = default_rates.run(Case(graph, rule, compressor, elements, steps=steps))
         assert result.holds, result
 
@@ -108,10 +108,27 @@ def test_quasi_global_momentum_does_not_diverge(rule: str, compressor: str) -> N
     assert found.holds, found
 
 
+@pytest.mark.parametrize(("rule", "compressor"), [("dpsgd", ""), ("choco", "identity")])
+def test_quasi_global_momentum_does_not_diverge_on_a_directed_graph(
+    rule: str, compressor: str
+) -> None:
+    """With the rates of an undirected graph, the error is 1e13 and 1e23 after 3000 steps."""
+    case = Case("directed ring 8", rule, compressor, 30)
+    found = default_rates.learn("quasi-global-momentum", case, 0.001)
+    assert found.holds, found
+
+
 def test_copies_and_momentum_limit_a_rate_together_on_a_directed_graph() -> None:
     """With the smaller of both limits, the error is 1e12 after 3000 steps."""
     found = default_rates.learn("gasloc", Case("directed ring 8", "choco", "qsgd", 30), 0.02)
     assert found.holds, found
+
+
+def test_exact_diffusion_over_copies_needs_an_undirected_graph() -> None:
+    """On a directed ring it diverges, also without compression."""
+    case = Case("directed ring 8", "choco", "identity", 30, steps=0)
+    with pytest.raises(ValueError, match="use an undirected topology with learning=exact-diff"):
+        default_rates.learn("exact-diffusion", case, 0.02)
 
 
 @pytest.mark.parametrize("name", ["gradient-tracking", "beer", "motef"])
@@ -131,13 +148,13 @@ def test_no_default_of_a_learning_rule_diverges() -> None:
         assert found.holds, found
 
 
-@pytest.mark.parametrize("keep_ratio", [0.02, 0.1, 0.3])
+@pytest.mark.parametrize("keep_ratio", [0.02, 0.3])
 def test_largest_entries_converge_on_a_dense_graph(keep_ratio: float) -> None:
     full = topologies.make("fully-connected", 8)
     assert consensus(full, 100, 1000, compressor="top-k", keep_ratio=keep_ratio) < 1e-3
 
 
-@pytest.mark.parametrize("levels", [1, 2, 4, 16, 127])
+@pytest.mark.parametrize("levels", [1, 4, 127])
 def test_rounding_to_few_levels_converges(levels: int) -> None:
     for topology in (RING, topologies.make("ring", 8, options={"weights": "constant"})):
         for elements in (10, 300):
@@ -172,6 +189,11 @@ def test_the_rule_by_hand() -> None:
     full = topologies.make("fully-connected", 8)
     assert default(TopK(0.1), full) == pytest.approx(0.1 * 8 / 7)
     assert default(TopK(0.1), topologies.make("chain", 1)) == pytest.approx(0.1)
+
+    class Own(SignAndNorm):
+        gossip_rate = 0.7
+
+    assert default(Own()) == 0.7
 
 
 @pytest.mark.parametrize("graph", default_rates.GRAPHS)
@@ -241,16 +263,6 @@ def test_deepsqueeze_has_the_same_default_but_at_most_a_tenth() -> None:
     assert algorithms.default_rate("push-sum", RING, LAYOUT) is None
 
 
-class _Own(SignAndNorm):
-    """A compressor of the user."""
-
-    gossip_rate = 0.7
-
-
-def test_a_compressor_of_the_user_keeps_its_rate() -> None:
-    assert default(_Own()) == 0.7
-
-
 @pytest.mark.parametrize(("rate", "compressor"), [(0.05, "sign-and-norm"), (0.0015, "top-k")])
 def test_the_factor_of_a_learning_rule_leaves_the_limit_of_deepsqueeze(
     rate: float, compressor: str
@@ -287,34 +299,32 @@ def warned(build: Callable[[], Any]) -> list[str]:
     return [str(warning.message) for warning in caught]
 
 
-def test_a_rate_that_may_diverge_gives_one_warning() -> None:
-    values: dict[str, Any] = {"optimizer_compressor": "top-k", "optimizer_keep_ratio": 0.1}
+QSGD_64: dict[str, Any] = {
+    "optimizer_compressor": "qsgd",
+    "optimizer_unbiased": True,
+    "optimizer_levels": 64,
+}
+
+
+@pytest.mark.parametrize(
+    ("values", "good", "bad", "words"),
+    [
+        ({"optimizer_compressor": "top-k", "optimizer_keep_ratio": 0.1}, 0.2, 0.5, "above about"),
+        # Plain gossip diverges above 2/λ_max = 1.5 on this ring.
+        ({"optimizer_compressor": "identity"}, 1.4, 1.6, ""),
+        ({"optimizer": "deepsqueeze", "optimizer_compressor": "identity"}, 1.4, 1.6, ""),
+        # The largest layer of the model has 8,192 elements.
+        ({"learning": "exact-diffusion", **QSGD_64}, None, 1.0, ""),
+        ({"optimizer": "moniqua"}, 0.5, 0.7, "0.6"),  # which leaves its bound
+    ],
+)
+def test_a_rate_that_may_diverge_gives_one_warning(
+    values: dict[str, Any], good: float | None, bad: float, words: str
+) -> None:
     assert warned(lambda: run_of(**values)) == []
-    assert warned(lambda: run_of(**values, optimizer_diffusion_rate=0.2)) == []
-    (text,) = warned(lambda: run_of(**values, optimizer_diffusion_rate=0.5))
-    assert all(word in text for word in ("0.5", "choco", "ring", "above about"))
-
-
-@pytest.mark.parametrize("optimizer", ["choco", "deepsqueeze"])
-def test_a_rate_with_which_plain_gossip_diverges_gives_a_warning(optimizer: str) -> None:
-    """Above 2/λ_max = 1.5 on this ring, without compression."""
-    values: dict[str, Any] = {"optimizer": optimizer, "optimizer_compressor": "identity"}
-    assert warned(lambda: run_of(**values, optimizer_diffusion_rate=1.4)) == []
-    assert len(warned(lambda: run_of(**values, optimizer_diffusion_rate=1.6))) == 1
-
-
-def test_a_rate_for_all_tensors_gives_a_warning_by_the_smallest_default() -> None:
-    """The largest layer of the model has 8,192 elements."""
-    qsgd = {"optimizer_compressor": "qsgd", "optimizer_unbiased": True, "optimizer_levels": 64}
-    values: dict[str, Any] = {**qsgd, "learning": "exact-diffusion"}
-    assert warned(lambda: run_of(**values)) == []
-    assert len(warned(lambda: run_of(**values, optimizer_diffusion_rate=1.0))) == 1
-
-
-def test_a_rate_with_which_moniqua_leaves_its_bound_gives_a_warning() -> None:
-    assert warned(lambda: run_of(optimizer="moniqua", optimizer_diffusion_rate=0.5)) == []
-    (text,) = warned(lambda: run_of(optimizer="moniqua", optimizer_diffusion_rate=0.7))
-    assert all(word in text for word in ("0.7", "moniqua", "ring", "0.6"))
+    assert warned(lambda: run_of(**values, optimizer_diffusion_rate=good)) == []
+    (text,) = warned(lambda: run_of(**values, optimizer_diffusion_rate=bad))
+    assert words in text
 
 
 def test_an_optimizer_gives_the_warning_too() -> None:
@@ -330,39 +340,3 @@ def test_an_optimizer_gives_the_warning_too() -> None:
     model = nn.Linear(5, 5)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     assert len(warned(lambda: GossipOptimizer(sgd, "choco", process_group=ALONE))) == 0
-
-
-# Training
-
-
-@pytest.mark.parametrize("compressor", ["top-k", "random-k"])
-def test_float64_as_the_default_type(compressor: str) -> None:
-    torch.set_default_dtype(torch.float64)
-    try:
-        network, layout = Network(RING, ALONE), Layout([(10, 10)])
-        averaging = algorithms.make("choco", network, layout, compressor=compressor)
-        x = torch.randn(8, 100, dtype=torch.float32)
-        before = x.clone()
-        network.run(averaging.step(x))
-        torch.testing.assert_close(x.mean(0), before.mean(0))
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("epochs", "values"),
-    [
-        (40, {"compressor": "top-k", "keep_ratio": 0.1}),
-        (10, {"compressor": "rounding", "levels": 1}),
-    ],
-)
-def test_digits_stays_trained(epochs: int, values: dict[str, Any]) -> None:
-    """Fully connected, without a decay of the learning rate."""
-    keys = {f"optimizer_{name}": value for name, value in values.items()}
-    keys |= {"optimizer": "choco", "topology": "fully-connected", "n_workers": 8}
-    _, rows = trained(
-        **keys, task_architecture="MLP", num_epochs=epochs, evaluation_interval=epochs
-    )
-    assert select(rows, "accuracy", split="test", epoch=epochs)["value"].min() > 0.9
-    assert value(rows, "consensus_distance", type="params_only", epoch=epochs) < 1

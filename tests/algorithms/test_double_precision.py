@@ -46,92 +46,66 @@ def default_restored() -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "options"), EVERY, ids=label)
 def test_the_mean_is_kept_to_double_precision(name: str, options: dict[str, Any]) -> None:
-    layout, network = Layout(SHAPES), ring()
+    """Workers agree better than in single precision, where 1e-15 to 1e-13 of the variance remain.
+    Elements that are not encoded have 64 bits."""
+    layout, network, single = Layout(SHAPES), ring(), ring(torch.float32)
     x = start(N, layout).double()
-    before = x.mean(0)
-    steps(network, algorithms.make(name, network, layout, **options), x, 60)
-    torch.testing.assert_close(x.mean(0), before, atol=1e-13, rtol=0)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("name", "options"), [c for c in EVERY if c[0] not in NOISY], ids=label)
-def test_workers_agree_better_than_in_single_precision(name: str, options: dict[str, Any]) -> None:
-    layout, network = Layout(SHAPES), ring()
-    x = start(N, layout).double()
-    least = 1e-17 * variance(x)  # in float32, 1e-15 to 1e-13 remain
+    before, first = x.mean(0), variance(x)
     averaging = algorithms.make(name, network, layout, **options)
-    for _ in range(10):
+    steps(network, averaging, x, 2)
+    steps(single, algorithms.make(name, single, layout, **options), start(N, layout), 2)
+    assert (network.bits == (1 if name in ENCODED else 2) * single.bits).all()
+    for _ in range(1 if name in NOISY else 10):
         steps(network, averaging, x, 50)
-        if variance(x) <= least:
-            return
-    pytest.fail(f"{variance(x)} after 500 steps")
-
-
-@pytest.mark.parametrize(("name", "options"), EVERY, ids=label)
-def test_elements_that_are_not_encoded_have_64_bits(name: str, options: dict[str, Any]) -> None:
-    layout, sent = Layout(SHAPES), {}
-    for dtype in (torch.float32, torch.float64):
-        network = ring(dtype)
-        averaging = algorithms.make(name, network, layout, **options)
-        steps(network, averaging, start(N, layout).to(dtype), 2)
-        sent[dtype] = network.bits
-    factor = 1 if name in ENCODED else 2
-    assert (sent[torch.float64] == factor * sent[torch.float32]).all()
+        if variance(x) <= 1e-17 * first:
+            break
+    torch.testing.assert_close(x.mean(0), before, atol=1e-13, rtol=0)
+    assert name in NOISY or variance(x) <= 1e-17 * first
 
 
 @pytest.mark.usefixtures("default_restored")
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("name", "options"), EVERY, ids=label)
-def test_the_default_dtype_of_torch_has_no_effect(
-    name: str, options: dict[str, Any], dtype: torch.dtype
-) -> None:
+def test_the_default_dtype_of_torch_has_no_effect(name: str, options: dict[str, Any]) -> None:
     layout, found = Layout(SHAPES), []
     x = torch.randn(N, layout.size, dtype=torch.float32)
-    for default in (dtype, torch.float32):
+    for default in (torch.float64, torch.bfloat16, torch.float32):
         torch.set_default_dtype(default)
         network = ring(torch.float32)
         averaging = algorithms.make(name, network, layout, **options)
         found.append(steps(network, averaging, x.clone(), 3))
-    assert torch.equal(*found)
+    assert torch.equal(found[0], found[2])
+    assert torch.equal(found[1], found[2])
 
 
 @pytest.mark.long
 @pytest.mark.usefixtures("default_restored")
 @pytest.mark.parametrize("name", [*AVERAGING, *AGGREGATIONS])
 def test_nor_has_it_an_effect_on_models_and_data_of_the_library(name: str) -> None:
-    found = []
-    for default in (torch.float32, torch.float64, torch.bfloat16):
+    found, other = [], (torch.float64, torch.bfloat16)[len(name) % 2]
+    for default in (torch.float32, other):
         torch.set_default_dtype(default)
         run = Trainer(checked(configured(optimizer=name), ALONE), ALONE)
         run.execution.train_step(0, 0)
         found.append(run.parameters.x)
         assert torch.get_default_dtype() == default
-    assert torch.equal(found[0], found[1])
-    assert torch.equal(found[0], found[2])
+    assert torch.equal(*found)
 
 
 @pytest.mark.usefixtures("default_restored")
-@pytest.mark.parametrize("data", ["random", "sparse", "low-rank"])
-def test_nor_on_consensus(data: str) -> None:
-    config = OmegaConf.structured(
-        gossip_run.Config(
-            n_workers=4,
-            matrix_size=4,
-            num_steps=2,
-            hyperparameter_num_samples=2,
-            algorithm="all",
-            data_type=data,
-        )
-    )
+def test_nor_on_consensus() -> None:
     found: list[list[float]] = []
     for default in (torch.float32, torch.float64, torch.bfloat16):
         torch.set_default_dtype(default)
         errors: list[float] = []
-        Sweep(config, ALONE).run(
-            Hooks(log_metric=lambda name, values, tags: errors.append(values["value"]))  # noqa: B023
-        )
+        for data in ("random", "sparse", "low-rank"):
+            given: dict[str, Any] = {"n_workers": 4, "matrix_size": 4, "num_steps": 2}
+            given |= {"hyperparameter_num_samples": 2, "algorithm": "all", "data_type": data}
+            config = OmegaConf.structured(gossip_run.Config(**given))
+            hooks = Hooks(log_metric=lambda name, values, tags: errors.append(values["value"]))  # noqa: B023
+            Sweep(config, ALONE).run(hooks)
         found.append(errors)
     assert found[0] == found[1] == found[2]
 
@@ -178,10 +152,6 @@ def strict():
 
 def doubles():
     x = torch.randn(40, 4, dtype=torch.float64)
-    return TensorDataset(x, x.sum(1)), TensorDataset(x[:9], x[:9].sum(1))
-
-def bytes_():
-    x = torch.randint(0, 9, (40, 4), dtype=torch.uint8)
     return TensorDataset(x, x.sum(1)), TensorDataset(x[:9], x[:9].sum(1))
 
 def line(dtype="float32"):
@@ -275,16 +245,11 @@ def test_a_run_in_double_precision_resumes_and_is_evaluated(
         ({"task_architecture": "of_user:Mixed"}, '"layers.4.weight" is torch.float32; use .*64'),
         ({"task_architecture": "of_user:Table"}, 'buffer "table" is torch.float64; use .*32'),
         ({"task_options": {"dtype": "bfloat16"}}, "is torch.bfloat16; use .* precision=bf16"),
-        ({"task_options": {"dtype": "float16"}}, "is torch.float16; use torch.float32"),
         ({"precision": "bf16"}, "precision=bf16: use fp32"),
         ({"task_architecture": "of_user:strict"}, "data in torch.float32, a model in .*64"),
         (
             {"task": "of_user:doubles", "task_architecture": "of_user:line", "batch_size": 4},
             "data in torch.float64, a model in torch.float32",
-        ),
-        (
-            {"task": "of_user:bytes_", "task_architecture": "of_user:line", "batch_size": 4},
-            "data in torch.uint8, a model in torch.float32",
         ),
     ],
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else "",

@@ -56,8 +56,9 @@ ROOT = Path(__file__).parents[2]
     ],
 )
 def test_exact_fixed_points(law: Law) -> None:
-    """All workers reach the optimum of the mean loss, from which their own optima are far."""
-    assert error(law) < 1e-9
+    """All workers reach the optimum of the mean loss, from which their own optima are far. Of the
+    steps of the table, 1500 suffice here."""
+    assert error(law, most=None if law.slow else 1500) < 1e-9
 
 
 @pytest.mark.long
@@ -82,12 +83,19 @@ def test_the_page_of_learning_rules_has_the_pairs_that_are_accepted() -> None:
             assert float(cells[-1]) < 0.05
 
 
-@pytest.mark.parametrize("topology", ["directed", "one-peer-exponential"])
-@pytest.mark.parametrize("name", ["gradient-tracking", "k-gt", "momentum-tracking"])
+@pytest.mark.parametrize(
+    ("name", "topology"),
+    [
+        ("gradient-tracking", "directed"),
+        ("k-gt", "directed"),
+        ("momentum-tracking", "directed"),
+        ("k-gt", "one-peer-exponential"),
+    ],
+)
 def test_exact_on_directed_graphs(name: str, topology: str) -> None:
     """A doubly stochastic W is enough for tracking, static or not."""
     problem = Quadratics()
-    train(rule_of(name, "plain", problem, 0.02, topology=topology), problem, 2000)
+    train(rule_of(name, "plain", problem, 0.02, topology=topology), problem, 1500)
     assert problem.error < 1e-9
 
 
@@ -143,6 +151,26 @@ def test_quasi_global_momentum_needs_smaller_rates_over_public_copies(
     assert (problem.error > 10 * first) == grows
 
 
+@pytest.mark.parametrize("overlapping", [False, True])
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_quasi_global_momentum_is_stable_up_to_its_largest_rate(
+    nesterov: bool, overlapping: bool
+) -> None:
+    """On a directed ring, without gradients."""
+    name, topology = "quasi-global-momentum", "unidirectional-ring"
+    given = {"momentum": 0.5, "nesterov": nesterov, "overlapping": overlapping}
+    largest = learning.largest_rate(name, graph(topology, WORKERS), given)
+    assert largest < 2
+    for factor, decays in ((0.95, True), (1.05, False)):
+        problem = Quadratics()
+        problem.a.zero_()
+        problem.x.copy_(problem.b)
+        rate = {"diffusion_rate": factor * largest}
+        train(rule_of(name, "plain", problem, 1.0, topology, rate, **given), problem, 1500)
+        apart, before = (x - x.mean(0) for x in (problem.x, problem.b))
+        assert (apart.norm() < before.norm()) == decays
+
+
 @pytest.mark.parametrize("averaging", ["plain", "power-gossip"])
 def test_quasi_global_momentum_survives_a_learning_rate_of_0(averaging: str) -> None:
     """Cosine decay to 0 and a restart. The displacements by gossip did not vanish with the rate."""
@@ -172,8 +200,15 @@ def test_k_gt_keeps_its_correction_in_a_step_with_a_learning_rate_of_0() -> None
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("averaging", ["plain", "power-gossip"])
-@pytest.mark.parametrize("name", ["k-gt", "gradient-tracking", "exact-diffusion"])
+@pytest.mark.parametrize(
+    ("name", "averaging"),
+    [
+        ("k-gt", "plain"),
+        ("k-gt", "power-gossip"),
+        ("gradient-tracking", "plain"),
+        ("exact-diffusion", "power-gossip"),
+    ],
+)
 def test_a_decay_of_the_learning_rate_disturbs_all_but_k_gt(name: str, averaging: str) -> None:
     """For at most 100 steps, as the page of learning rules says."""
     problem = Quadratics()
@@ -210,10 +245,8 @@ def test_clipping_has_the_bias_of_all_reduce() -> None:
 
 def test_quasi_global_momentum_over_all_reduce_is_exact_by_default() -> None:
     """Its messages follow the local update, as those of SGD do: equal models in all workers."""
-    problem = Quadratics()
-    gossip = algorithms.make(
-        "all-reduce", Network(topologies.make("ring", WORKERS)), problem.layout
-    )
+    problem, network = Quadratics(), Network(topologies.make("ring", WORKERS))
+    gossip = algorithms.make("all-reduce", network, problem.layout)
     overlapping = learning.overlapping("quasi-global-momentum", gossip)
     rule = rule_of("quasi-global-momentum", "all-reduce", problem, 0.05, overlapping=overlapping)
     train(rule, problem, 600)
@@ -334,41 +367,32 @@ def test_exact_diffusion_damps_vectors_too(averaging: str) -> None:
 def test_exact_diffusion_over_power_gossip_on_other_graphs(topology: str) -> None:
     """At its default rates. The ring is in EXACT."""
     problem = Quadratics()
-    train(rule_of("exact-diffusion", "power-gossip", problem, 0.05, topology), problem, 6000)
+    train(rule_of("exact-diffusion", "power-gossip", problem, 0.05, topology), problem, 1500)
     assert problem.error < 1e-9
 
 
-@pytest.mark.parametrize(("rate", "warned"), [(None, 0), (1, 0), (1.3, 1), ("auto", 1)])
-def test_larger_rates_of_exact_diffusion_over_power_gossip_give_a_warning(
-    rate: float | str | None, warned: int
+@pytest.mark.parametrize(
+    ("key", "value", "warned"),
+    [
+        ("optimizer_diffusion_rate", None, 0),
+        ("optimizer_diffusion_rate", 1, 0),
+        ("optimizer_diffusion_rate", 1.3, 1),
+        ("optimizer_diffusion_rate", "auto", 1),
+        ("optimizer_levels", None, 0),
+        ("optimizer_levels", 64, 0),
+        ("optimizer_levels", 63, 1),
+    ],
+)
+def test_large_rates_and_few_levels_of_exact_diffusion_give_a_warning(
+    key: str, value: float | str | None, warned: int
 ) -> None:
-    asked = configured(
-        n_workers=2,
-        learning="exact-diffusion",
-        optimizer="power-gossip",
-        optimizer_diffusion_rate=rate,
-    )
+    qsgd = {"optimizer": "choco", "optimizer_compressor": "qsgd", "optimizer_unbiased": True}
+    given = qsgd if key == "optimizer_levels" else {"optimizer": "power-gossip"}
+    asked = configured(n_workers=2, learning="exact-diffusion", **given, **{key: value})
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         checked(asked, Processes())
-    texts = [str(w.message) for w in caught]
-    assert sum(text.startswith("optimizer_diffusion_rate=") for text in texts) == warned
-
-
-@pytest.mark.parametrize(("levels", "warned"), [(None, 0), (64, 0), (63, 1)])
-def test_fewer_levels_of_exact_diffusion_give_a_warning(levels: int | None, warned: int) -> None:
-    asked = configured(
-        n_workers=2,
-        learning="exact-diffusion",
-        optimizer="choco",
-        optimizer_compressor="qsgd",
-        optimizer_unbiased=True,
-        optimizer_levels=levels,
-    )
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        checked(asked, Processes())
-    assert sum(str(w.message).startswith("optimizer_levels=") for w in caught) == warned
+    assert sum(str(w.message).startswith(f"{key}=") for w in caught) == warned
 
 
 @pytest.mark.long
@@ -390,6 +414,7 @@ NOT_ACCEPTED = [
     ("momentum-tracking", "qsgd", "momentum-tracking"),
     ("exact-diffusion", "top-k", "exact-diffusion"),
     ("exact-diffusion", "sign", "exact-diffusion"),
+    ("k-gt", "all-reduce", "k-gt with optimizer=all-reduce: the mean of all models has no bias"),
 ]
 
 

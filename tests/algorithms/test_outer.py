@@ -70,8 +70,10 @@ def test_over_all_reduce_it_is_diloco() -> None:
     torch.testing.assert_close(ours.x, slow.detach().expand_as(ours.x), rtol=0, atol=1e-13)
 
 
-@pytest.mark.parametrize("name", ["diloco", "gasloc"])
-@pytest.mark.parametrize("averaging", ["plain", "power-gossip", "top-k"])
+@pytest.mark.parametrize(
+    ("name", "averaging"),
+    [("diloco", "plain"), ("diloco", "top-k"), ("gasloc", "power-gossip"), ("gasloc", "top-k")],
+)
 def test_without_outer_momentum_it_is_dpsgd_to_the_bit(name: str, averaging: str) -> None:
     problems = []
     given: dict[str, Any] = {"outer_rate": 1.0, "outer_momentum": 0.0}
@@ -144,13 +146,14 @@ def test_the_mean_of_equal_curvatures_follows_all_reduce(name: str, averaging: s
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("H", [1, 5, 20])
-@pytest.mark.parametrize(("mu", "beta"), [(0.7, 0.9), (1.0, 0.0), (0.3, 0.5)])
+@pytest.mark.parametrize(
+    ("H", "mu", "beta"), [(1, 0.3, 0.5), (5, 0.7, 0.9), (5, 0.3, 0.5), (20, 1.0, 0.0)]
+)
 def test_over_all_reduce_the_fixed_point_is_that_of_fedavg(H: int, mu: float, beta: float) -> None:
     """Σ_i Q_i (b_i − φ) = 0, Q_i = I − (I − η A_i)^H, whatever the outer optimizer."""
     rate = 0.05
     found = run(
-        "diloco", "all-reduce", max(500, 1500 // H), H, rate, outer_rate=mu, outer_momentum=beta
+        "diloco", "all-reduce", max(250, 1500 // H), H, rate, outer_rate=mu, outer_momentum=beta
     )
     q = 1 - (1 - rate * found.a) ** H
     expected = (q * found.b).sum(0) / q.sum(0)
@@ -210,9 +213,13 @@ def test_disagreement_changes_by_the_radius(
     assert float(spreads[1] / spreads[0]) ** (1 / 40) == pytest.approx(radius, rel=0.02)
 
 
-@pytest.mark.parametrize("overlapping", [False, True])
-@pytest.mark.parametrize("beta", [0.3, 0.5, 0.9])
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize(
+    ("name", "beta", "overlapping"),
+    [
+        *((name, beta, False) for name in RULES for beta in (0.3, 0.9)),
+        *(("diloco", beta, True) for beta in (0.3, 0.9)),
+    ],
+)
 def test_disagreement_decays_at_the_default_rate(name: str, beta: float, overlapping: bool) -> None:
     """Whatever the way that workers go towards their own optimum. Above the largest rate it grows
     for one."""
@@ -222,11 +229,11 @@ def test_disagreement_decays_at_the_default_rate(name: str, beta: float, overlap
         recurrence = outer_stability.overlapping_diloco
     graphs = [("ring", 8), ("star", 9), ("unidirectional-ring", 7), ("exponential", 16)]
     graphs += [("equi-static", 16), ("one-peer-exponential", 8), ("base-graph", 5)]
-    graphs += [("random-matching", 64), ("epidemic", 8), ("fully-connected", 5)]
-    for topology, n in graphs if name == "diloco" or not overlapping else ():
+    graphs += [("random-matching", 16), ("epidemic", 8), ("fully-connected", 5)]
+    for topology, n in graphs:
         found = topologies.make(topology, n)
         largest = learning.largest_rate(name, found, given | {"overlapping": overlapping})
-        pulls = np.linspace(0, 0.7, 5 if n == 64 else 15)
+        pulls = np.linspace(0, 0.7, 15)
         below, above = (
             max(outer_stability.radius(found, recurrence, rate, q, beta, *more) for q in pulls)
             for rate in (min(1.0, 0.9 * largest), min(2.0, 1.01 * largest))
@@ -265,53 +272,50 @@ def test_a_single_worker_has_no_largest_rate() -> None:
 # --- Gradient correction --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("H", [1, 5])
-@pytest.mark.parametrize(("mu", "beta"), [(1.0, 0.0), (0.7, 0.5), (0.3, 0.9), (0.7, 0.9)])
-@pytest.mark.parametrize("name", ["diloco", "gasloc"])
-def test_corrected_sgd_is_exact(name: str, H: int, mu: float, beta: float) -> None:
-    options: dict[str, Any] = {
-        "outer_rate": mu,
-        "outer_momentum": beta,
-        "gradient_correction": True,
-    }
+@pytest.mark.parametrize(
+    ("name", "H", "mu", "beta", "corrects"),
+    [
+        ("diloco", 1, 0.7, 0.5, True),
+        ("diloco", 5, 1.0, 0.0, True),
+        ("diloco", 5, 0.3, 0.9, True),
+        ("gasloc", 1, 0.7, 0.9, True),
+        ("gasloc", 5, 0.7, 0.5, True),
+        ("diloco", 1, 0.7, 0.9, False),
+        ("diloco", 5, 0.7, 0.9, False),
+    ],
+)
+def test_corrected_sgd_is_exact(name: str, H: int, mu: float, beta: float, corrects: bool) -> None:
+    """Uncorrected SGD is not."""
+    options: dict[str, Any] = {"outer_rate": mu, "outer_momentum": beta}
+    options["gradient_correction"] = corrects
     rounds = 600 if mu * 20 * 0.02 > 0.3 else 1500
-    assert run(name, "plain", rounds, H, 0.2 / H, **options).error < 1e-6
-
-
-@pytest.mark.parametrize("H", [1, 5])
-def test_uncorrected_sgd_is_not(H: int) -> None:
-    assert run("diloco", "plain", 300, H, 0.2 / H).error > 0.5
+    error = run(name, "plain", rounds if corrects else 300, H, 0.2 / H, **options).error
+    assert error < 1e-6 if corrects else error > 0.5
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("averaging", "options", "bound"),
+    ("name", "averaging", "options", "bound"),
     [
-        ("power-gossip", {"num_iterations": 4}, 1e-9),
-        ("qsgd", {}, 1e-4),
-        ("top-k", {"diffusion_rate": 0.3, "keep_ratio": 0.5}, 0.03),
-        ("all-reduce", {}, 1e-12),
+        ("noloco", "power-gossip", {"num_iterations": 4}, 1e-9),
+        ("diloco", "qsgd", {}, 1e-4),
+        ("gasloc", "top-k", {"diffusion_rate": 0.3, "keep_ratio": 0.5}, 0.03),
+        ("gasloc", "all-reduce", {}, 1e-12),
     ],
 )
-@pytest.mark.parametrize("name", RULES)
 def test_corrections_are_exact_over_compressed_messages(
     name: str, averaging: str, options: dict[str, Any], bound: float
 ) -> None:
-    beta = 0.3 if name == "noloco" else 0.5
-    given = {"outer_momentum": beta, "gradient_correction": True}
-    problem = run(name, averaging, 700, 5, 0.04, Quadratics(), "ring", options, **given)
+    """Other pairs are in laws.EXACT. Corrections add up to 0."""
+    problem, beta = Quadratics(), 0.3 if name == "noloco" else 0.5
+    given: dict[str, Any] = {"outer_momentum": beta, "gradient_correction": True}
+    rule = rule_of(name, averaging, problem, 0.04, "ring", options, local_steps=5, **given)
+    train(rule, problem, 25)
+    c = rule.state_dict()["c"]
+    assert c.norm() > 1
+    assert c.sum(0).abs().max() < (1e-12 if averaging != "qsgd" else 1e-5)
+    train(rule, problem, 3475)
     assert problem.error < bound
-
-
-@pytest.mark.parametrize("name", RULES)
-def test_corrections_sum_to_zero(name: str) -> None:
-    problem = Quadratics()
-    rule = rule_of(name, "power-gossip", problem, 0.05, local_steps=3, gradient_correction=True)
-    for _ in range(5):
-        train(rule, problem, 3)
-        c = rule.state_dict()["c"]
-        assert c.norm() > 1
-        assert c.sum(0).abs().max() < 1e-12
 
 
 @pytest.mark.parametrize(("given", "alpha"), [({"correction_rate": 0.4}, 0.4), ({}, 0.1)])
@@ -341,20 +345,29 @@ def test_a_correction_is_an_average_of_differences(given: Any, alpha: float) -> 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("alpha", "rounds"), [(0.3, 700), (0.1, 2000)])
-@pytest.mark.parametrize("averaging", ["plain", "power-gossip"])
+@pytest.mark.parametrize(
+    ("averaging", "given", "alpha", "rounds"),
+    [("plain", {}, 0.1, 2000), ("power-gossip", {"num_iterations": 4}, 0.3, 700)],
+)
 def test_slower_corrections_have_the_same_fixed_point(
-    averaging: str, alpha: float, rounds: int
+    averaging: str, given: dict[str, Any], alpha: float, rounds: int
 ) -> None:
-    given = {"num_iterations": 4} if averaging == "power-gossip" else {}
     options = {"gradient_correction": True, "correction_rate": alpha}
     found = run("diloco", averaging, rounds, 5, 0.04, Quadratics(), "ring", given, **options)
     assert found.error < 1e-6
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("local", [adam, normalized, sign, polar])
-@pytest.mark.parametrize("averaging", ["plain", "all-reduce"])
+@pytest.mark.parametrize(
+    ("local", "averaging"),
+    [
+        (adam, "plain"),
+        (normalized, "plain"),
+        (sign, "plain"),
+        (polar, "plain"),
+        (adam, "all-reduce"),
+    ],
+)
 def test_corrections_remove_the_bias_of_optimizers_that_are_not_linear(
     local: Any, averaging: str
 ) -> None:
@@ -368,46 +381,33 @@ def test_corrections_remove_the_bias_of_optimizers_that_are_not_linear(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("averaging", ["plain", "power-gossip"])
-def test_corrections_precede_clipping(averaging: str) -> None:
+def test_corrections_precede_clipping() -> None:
     """With a clip that is far below the norm of the workers' own gradients at the optimum."""
-    given = {"num_iterations": 4} if averaging == "power-gossip" else {}
-    options = {"clip": 2.0, "outer_momentum": 0.5}
+    options: dict[str, Any] = {"clip": 2.0, "outer_momentum": 0.5}
     errors = [
-        run(
-            "diloco",
-            averaging,
-            500,
-            20,
-            0.02,
-            Quadratics(),
-            "ring",
-            given,
-            gradient_correction=corrects,
-            **options,
-        ).error
-        for corrects in (True, False)
+        run("diloco", "plain", rounds, 20, 0.02, Quadratics(), **options, gradient_correction=c)
+        for rounds, c in ((500, True), (100, False))
     ]
-    assert errors[0] < 5e-5
-    assert errors[1] > 0.5
+    assert errors[0].error < 5e-5
+    assert errors[1].error > 0.5
 
 
 TENSORS = ((3, 4), (2, 3), (5,), (4, 3), (2,))
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("corrects", [False, True])
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize(
+    ("name", "corrects"), [("diloco", True), ("gasloc", False), ("noloco", True)]
+)
 def test_fragments_have_the_fixed_point_of_the_whole(name: str, corrects: bool) -> None:
     slow = []
-    for p in (1, 2, 3):
+    for p in (1, 3):
         problem = Quadratics(shapes=TENSORS)
         options: dict[str, Any] = {"outer_momentum": 0.3, "gradient_correction": corrects}
         rule = rule_of(name, "plain", problem, 0.04, local_steps=6, fragments=p, **options)
         train(rule, problem, 300 * 6)
         slow.append(rule.state_dict()["slow"])
     torch.testing.assert_close(slow[1], slow[0], rtol=0, atol=1e-6)
-    torch.testing.assert_close(slow[2], slow[0], rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("corrects", [False, True])
@@ -512,7 +512,7 @@ def test_a_look_at_the_state_receives_overlapping_messages_and_changes_nothing(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("corrects", "fragments"), [(False, 1), (True, 1), (True, 2)])
+@pytest.mark.parametrize(("corrects", "fragments"), [(False, 1), (True, 2)])
 def test_overlapping_has_the_fixed_point_of_stable_rates(corrects: bool, fragments: int) -> None:
     """At the default of a lazy ring. With the correction it is exact."""
     options: dict[str, Any] = {"overlapping": True, "gradient_correction": corrects}
@@ -521,7 +521,7 @@ def test_overlapping_has_the_fixed_point_of_stable_rates(corrects: bool, fragmen
     given = {"diffusion_rate": 0.9 * learning.largest_rate("diloco", topology, rates)}
     problem = Quadratics(shapes=VECTOR if fragments == 1 else TENSORS)
     options["fragments"] = fragments
-    run("diloco", "plain", 900, 10, 0.01, problem, "ring", given, **options)
+    run("diloco", "plain", 900 if corrects else 300, 10, 0.01, problem, "ring", given, **options)
     assert problem.error < 1e-9 if corrects else 0.3 < problem.error < 3
 
 
@@ -557,10 +557,14 @@ def test_corrected_noloco_diverges_with_the_momentum_of_its_warning() -> None:
 
 
 @pytest.mark.parametrize(
-    ("option", "value"),
-    [("outer_rate", 0.0), ("outer_momentum", 1.0), ("local_steps", 0), ("outer_rate", "x")],
+    ("name", "option", "value"),
+    [
+        ("diloco", "outer_rate", 0.0),
+        ("gasloc", "outer_momentum", 1.0),
+        ("noloco", "local_steps", 0),
+        ("noloco", "outer_rate", "x"),
+    ],
 )
-@pytest.mark.parametrize("name", RULES)
 def test_options_out_of_range_are_rejected(name: str, option: str, value: Any) -> None:
     with pytest.raises(ValueError, match=option):
         rule_of(name, "plain", Quadratics(), SGD(0.1), **{option: value})

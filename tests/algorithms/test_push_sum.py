@@ -20,6 +20,7 @@ from powergossip.optimizers import GossipModelAverager, GossipOptimizer
 from powergossip.optimizers.precision import Rounding
 from powergossip.parameters import Layout
 from powergossip.topologies import Topology
+from tests.harness.quadratics import SGD, Quadratics, train
 from tests.harness.user_loop import OPTIMIZERS, everywhere, fill, mlp, numbers, run
 
 ALONE = Processes()
@@ -118,19 +119,6 @@ def test_a_step_is_the_dense_computation(topology: str) -> None:
         torch.testing.assert_close(weights(averaging), w)
 
 
-def test_the_mean_is_exact_where_that_of_gossip_moves() -> None:
-    """On random directed rounds."""
-    topology = topologies.make("epidemic", N)
-    network, plain = alone(topology), alone(topology)
-    x, moved, mean = start(), start().float(), start().mean(0)
-    averaging, gossip = made(network), PlainGossip(plain)
-    for _ in range(64):
-        network.run(averaging.step(x))
-        plain.run(gossip.step(moved))
-    assert (x - mean).abs().max() < 1e-10
-    assert (moved - mean).abs().min(0).values.max() > 0.05
-
-
 @pytest.mark.parametrize(
     "topology", ["ring", "unidirectional-ring", "exponential", "one-peer-exponential", "torus"]
 )
@@ -190,45 +178,16 @@ def test_messages_in_half_precision_conserve_mass() -> None:
 # Learning.
 
 
-class Quadratics:
-    """f_i(x) = ½ Σ_k a_ik (x_k − b_ik)², in float64, in the place of models."""
-
-    def __init__(self) -> None:
-        i, k = torch.meshgrid(torch.arange(N), torch.arange(D), indexing="ij")
-        self.a, self.b = 1 + ((k + i) % 5).double() / 4, 3 * torch.cos((i + k).double())
-        self.optimum = (self.a * self.b).sum(0) / self.a.sum(0)
-        self.x, self.layout = torch.zeros(N, D, dtype=torch.float64), Layout([(D,)])
-        self.grad = torch.zeros_like(self.x)
-
-    def gradients(self) -> None:
-        self.grad += self.a * (self.x - self.b)
-
-    def sgd(self, rate: float) -> Any:
-        return SimpleNamespace(
-            rate=rate,
-            step=lambda g: self.x.sub_(g, alpha=rate),
-            displacement=lambda g: -rate * g,
-        )
-
-    @property
-    def error(self) -> float:
-        return float((self.x - self.optimum).square().sum(1).mean().sqrt())
-
-
 def error_of_training(
     topology: Topology, rate: float, overlapping: bool, ignore_weights: bool = False
 ) -> float:
-    network, problem = alone(topology), Quadratics()
-    parameters: Any = problem
+    network, problem = alone(topology), Quadratics(N, shapes=((D,),))
     averaging: Any = made(network)
     if ignore_weights:
         averaging = SimpleNamespace(step=averaging.step)
-    workers = Workers(network, lambda layout: averaging, parameters, problem.sgd(rate))
-    rule = DPSGD(workers, overlapping=overlapping)
-    for _ in range(math.ceil(8 / rate)):
-        rule.start()
-        problem.gradients()
-        rule.finish()
+    parameters: Any = problem
+    workers = Workers(network, lambda layout: averaging, parameters, SGD(rate).of(problem.x))
+    train(DPSGD(workers, overlapping=overlapping), problem, math.ceil(8 / rate))
     return problem.error
 
 
@@ -245,22 +204,16 @@ def test_the_fixed_point_of_learning_tends_to_the_optimum(
 
 def test_a_step_of_learning_is_that_of_the_paper(irregular: Topology) -> None:
     """x̂ ← P (x̂ − η g(z)), and z ← x̂/w."""
-    network, problem, P = (
-        alone(irregular),
-        Quadratics(),
-        torch.from_numpy(matrix(irregular)),
-    )
-    averaging, local = made(network), problem.sgd(0.1)
+    network, P = alone(irregular), torch.from_numpy(matrix(irregular))
+    averaging, problem = made(network), Quadratics(N, shapes=((D,),))
     parameters: Any = problem
-    workers = Workers(network, lambda layout: averaging, parameters, local)
+    workers = Workers(network, lambda layout: averaging, parameters, SGD(0.1).of(problem.x))
     rule = DPSGD(workers, overlapping=False)
     w, z = torch.ones(N, 1, dtype=torch.float64), problem.x.clone()
     for _ in range(5):
         total, w = P @ (w * z - 0.1 * problem.a * (z - problem.b)), P @ w
         z = total / w
-        rule.start()
-        problem.gradients()
-        rule.finish()
+        train(rule, problem, 1)
         torch.testing.assert_close(problem.x, z)
 
 
@@ -317,18 +270,20 @@ class Lossy:
         self.network.round += 1
 
 
-@pytest.mark.parametrize("running_sums", [False, True])
-@pytest.mark.parametrize(("dtype", "exact"), [(torch.float32, 2e-6), (torch.float64, 1e-9)])
+@pytest.mark.parametrize(
+    ("dtype", "exact"), [(torch.float32, 2e-6), (torch.float64, 1e-9), (torch.float64, None)]
+)
 def test_the_next_message_repairs_a_loss(
-    irregular: Topology, dtype: torch.dtype, exact: float, running_sums: bool
+    irregular: Topology, dtype: torch.dtype, exact: float | None
 ) -> None:
-    network, x = alone(irregular, dtype), start().to(dtype)
+    """With running sums. exact: None without them."""
+    network, x, running_sums = alone(irregular, dtype), start().to(dtype), exact is not None
     averaging, mean = made(network, running_sums=running_sums), start().mean(0)
     lossy = Lossy(network, running_sums)
     for t in range(150):
         lossy.run(averaging.step(x), t in (0, 3, 4, 7))
     error = (x - mean).abs().max()
-    if running_sums:
+    if exact is not None:
         assert error < exact
         assert weights(averaging).sum().item() == pytest.approx(N, abs=1e-5)
     else:
@@ -348,14 +303,11 @@ def test_running_sums_are_exact_beyond_their_range(irregular: Topology) -> None:
     assert averaging.state_dict()["sums"].dtype == torch.int32
 
 
-def test_running_sums_reject_messages_outside_their_range(irregular: Topology) -> None:
+def test_running_sums_reject_what_they_cannot_hold(irregular: Topology) -> None:
     network = alone(irregular, torch.float32)
     averaging = made(network, running_sums=True)
     with pytest.raises(ValueError, match="running_sums"):
         network.run(averaging.step(torch.full((N, D), 300.0)))
-
-
-def test_running_sums_reject_time_varying_topologies() -> None:
     with pytest.raises(ValueError, match=r"running_sums=True: use False.*epidemic"):
         made(alone(topologies.make("epidemic", N)), running_sums=True)
 
@@ -393,13 +345,8 @@ def test_equal_degrees_are_for_all_methods(tmp_path: Path) -> None:
     algorithms.make("dpsgd", alone(topology), Layout([(3, 3)]))
 
 
-@pytest.mark.parametrize("value", [1, "yes"])
-def test_directed_is_true_or_false(tmp_path: Path, value: object) -> None:
-    (tmp_path / "a.edgelist").write_text("0 1\n1 0\n")
-    with pytest.raises(ValueError, match=f"topology_options.directed={value!r}: use"):
-        topologies.make(str(tmp_path / "a.edgelist"), 2, options={"directed": value})
-
-
-def test_a_directed_file_must_lead_everywhere(tmp_path: Path) -> None:
+def test_bad_directed_files_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not strongly connected"):
         from_file(tmp_path, [(0, 1), (1, 2)], 3)
+    with pytest.raises(ValueError, match=r"topology_options\.directed='yes': use"):
+        topologies.make(str(tmp_path / "graph.edgelist"), 3, options={"directed": "yes"})

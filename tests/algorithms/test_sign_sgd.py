@@ -18,17 +18,15 @@ from tests.harness.loops import backward, gradients, model, step, vector
 LAYOUT = Layout([(6, 5), (7,), ()])
 
 
-def aggregation(
-    n_workers: int, who: Processes | None = None, momentum: float = 0.0
-) -> tuple[Network, SignSGDAggregation]:
-    network = Network(topologies.make("ring", n_workers), who or Processes())
+def aggregation(n_workers: int, momentum: float = 0.0) -> tuple[Network, SignSGDAggregation]:
+    network = Network(topologies.make("ring", n_workers), Processes())
     return network, SignSGDAggregation(network, LAYOUT, SignSGDConfig(momentum))
 
 
-@pytest.mark.parametrize("n_workers", [1, 3, 4])
-@pytest.mark.parametrize("momentum", [0.0, 0.8])
+@pytest.mark.parametrize(("n_workers", "momentum"), [(1, 0.8), (3, 0.0), (4, 0.8)])
 def test_the_vote_is_the_sign_of_the_sum_of_the_signs(n_workers: int, momentum: float) -> None:
-    """The signs are those of the momentum β u + (1 − β) g. A tie is 0."""
+    """The signs are those of the momentum β u + (1 − β) g. A tie is 0. A worker sends a bit for
+    each element to each other."""
     network, a = aggregation(n_workers, momentum=momentum)
     u, ties = torch.zeros(n_workers, LAYOUT.size), 0
     for t in range(4):
@@ -38,7 +36,10 @@ def test_the_vote_is_the_sign_of_the_sum_of_the_signs(n_workers: int, momentum: 
         assert (g == 0).all(), "the gradient is cleared"
         assert torch.equal(vote[0], u.sign().sum(0).sign())
         ties += int((vote[0] == 0).sum())
+        # 38 elements; 32: the length
+        assert network.bits.tolist() == [(t + 1) * (n_workers - 1) * (40 + 32)] * n_workers
     assert (ties > 0) == (n_workers == 4)
+    assert a.compression_rate == 32
 
 
 @pytest.mark.parametrize("n_workers", [1, 2, 3])
@@ -49,34 +50,6 @@ def test_votes_on_zeros_cancel(n_workers: int) -> None:
     first = step(network, a, zeros.clone())
     assert (first == 0).all() == (n_workers == 2)
     assert torch.equal(first + step(network, a, zeros.clone()), zeros)
-
-
-def test_a_worker_sends_a_bit_for_each_element_to_each_other() -> None:
-    network, a = aggregation(5)
-    for t in (1, 2):
-        step(network, a, gradients(5, LAYOUT, t))
-        assert network.bits.tolist() == [t * 4 * (40 + 32)] * 5  # 38 elements; 32: the length
-    assert a.compression_rate == 32
-
-
-@pytest.mark.parallel(nprocs=[1, 2, 4])
-def test_workers_agree_in_every_layout_of_processes() -> None:
-    who = processes()
-    network, a = aggregation(4, who, momentum=0.7)
-    alone, b = aggregation(4, momentum=0.7)
-    for t in range(3):
-        g = gradients(4, LAYOUT, t).where(gradients(4, LAYOUT, t, 1) > 0, 0)  # half are zeros
-        mean = step(network, a, g[list(network.workers)])
-        assert torch.equal(mean[0], step(alone, b, g)[0])
-    assert network.bits.tolist() == alone.bits[list(network.workers)].tolist()
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_divergence_stays_visible(bad: float) -> None:
-    network, a = aggregation(3)
-    g = gradients(3, LAYOUT, 0)
-    g[2, 5] = bad
-    assert step(network, a, g).isnan().all()
 
 
 def test_weight_decay_is_added_to_the_vote_without_momentum() -> None:
@@ -100,7 +73,7 @@ def test_weight_decay_is_added_to_the_vote_without_momentum() -> None:
         torch.testing.assert_close(parameters.x, x)
 
 
-@pytest.mark.parallel(nprocs=[1, 2, 4])
+@pytest.mark.parallel(nprocs=[1, 4])
 def test_five_lines_in_a_loop() -> None:
     who = processes()
     net, reference = model(who.rank), model(0)

@@ -55,7 +55,7 @@ def test_averaging(name: str, options: dict[str, Any]) -> None:
         own = network("tail")  # with workers of few neighbors and of many
         rule = algorithms.make(name, own, layout(), **options)
         x = torch.zeros(WORKERS, layout().size, device=CUDA)
-        steps(own, rule, x, 2)
+        steps(own, rule, x, 1)
         rule.load_state_dict(rule.state_dict())
         steps(own, rule, x, 1)
         assert x.device.type == "cuda"
@@ -88,7 +88,7 @@ def test_the_stream_is_waited_for_where_messages_are_not_in_its_order(
         own, stream = of_nccl(monkeypatch, in_order)
         rule = algorithms.make(name, own, layout(), **OF_RULES[name][1])
         x = torch.zeros(1, layout().size, device=CUDA)
-        steps(own, rule, x, 2)
+        steps(own, rule, x, 1)
         assert stream.called is not in_order
 
     check(described(*OF_RULES[name]), on_device)
@@ -108,7 +108,7 @@ def test_compressed_gradients(name: str, options: dict[str, str]) -> None:
         rule: Any = aggregation.make(name, own, layout(), **options)
         residual = torch.zeros(WORKERS, layout().size, device=CUDA)
         mean = torch.zeros_like(residual)
-        for step in range(4):
+        for step in range(2):
             rule.at_epoch(float(step))
             rule.at_learning_rate(0.1)
             residual += torch.randn(*residual.shape, device=CUDA)

@@ -1,7 +1,6 @@
 """Training on the virtual clock: the normal path without delays, resuming, rows, survivors."""
 
 import copy
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -11,34 +10,21 @@ from omegaconf import OmegaConf
 
 import train
 from powergossip import tasks
-from powergossip.errors import BadInput, Interrupted
+from powergossip.errors import BadInput
 from powergossip.events import event_log
 from powergossip.network import processes
-from powergossip.runs import metrics
 from powergossip.runs.checkpoints import Checkpoints
 from powergossip.training.asynchronous import OnVirtualClock
-from tests.harness.training import built, reproducible, select, trained, value
+from powergossip.training.trainer import Trainer
+from tests.harness.asynchronous import METHODS, OF_EDGES
+from tests.harness.training import built, select, trained, value
 
-TINY: dict[str, Any] = {
-    "n_workers": 4,
-    "batch_size": 64,
-    "batched_gradients": "off",
-    "learning_rate": 0.05,
-}
-METHODS: dict[str, dict[str, Any]] = {
-    "power": {"optimizer": "power-gossip", "optimizer_num_iterations": 3},
-    "plain": {"optimizer": "dpsgd", "local_optimizer": "adamw", "overlapping": False},
-    "sign": {"optimizer": "choco", "weight_decay": 0.1, "gradient_clipping": 1.0},
-    "momentum": {"optimizer": "dpsgd", "learning": "quasi-global-momentum"},
-    "duals": {"optimizer": "dpsgd", "learning": "exact-diffusion"},
-    "tracking": {"optimizer": "dpsgd", "learning": "gradient-tracking"},
-    "rounds": {
-        "optimizer": "power-gossip",
-        "learning": "diloco",
-        "local_steps": 2,
-        "learning_options": {"gradient_correction": True},
-        "gradient_clipping": 1.0,
-    },
+ROUNDS: dict[str, Any] = {
+    "optimizer": "power-gossip",
+    "learning": "diloco",
+    "local_steps": 2,
+    "learning_options": {"gradient_correction": True},
+    "gradient_clipping": 1.0,
 }
 # A ring of 4 averages too well for a second copy.
 ACCELERATED: dict[str, Any] = {"optimizer": "dpsgd", "gossip": "a2cid2", "topology": "chain"}
@@ -55,9 +41,9 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train, "config", OmegaConf.structured(train.Config))
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [*METHODS, "rounds"])
 def test_without_delays_training_is_that_of_all_workers(method):
-    values = {**TINY, **METHODS[method], "max_steps_per_epoch": 4}
+    values = {**OF_EDGES, **METHODS.get(method, ROUNDS), "max_steps_per_epoch": 4}
     expected, rows = trained(**values)
     found, event_rows = trained(**values, scenario={})
     difference = (found.parameters.x - expected.parameters.x).abs()
@@ -73,7 +59,7 @@ def test_without_delays_training_is_that_of_all_workers(method):
 @pytest.mark.long
 @pytest.mark.parametrize("gossip", ["bounded", "asynchronous"])
 def test_seconds_are_virtual_and_fast_workers_do_not_wait(gossip):
-    slow = {**TINY, "scenario": {"speeds": {1: 0.25}}, "num_epochs": 2, "optimizer": "dpsgd"}
+    slow = {**OF_EDGES, "scenario": {"speeds": {1: 0.25}}, "num_epochs": 2, "optimizer": "dpsgd"}
     _, waiting = trained(**slow)
     run, rows = trained(**slow, gossip=gossip, max_delay=100)
     assert isinstance(run.execution, OnVirtualClock)
@@ -87,31 +73,20 @@ def test_seconds_are_virtual_and_fast_workers_do_not_wait(gossip):
 def test_workers_without_a_step_do_not_lower_the_loss():
     """Hardly any learning: from the first row on, the loss is about ln 10."""
     slow = {"gossip": "asynchronous", "scenario": {"speeds": {1: 0.1}}, "learning_rate": 1e-6}
-    _, rows = trained(**{**TINY, **slow}, optimizer="dpsgd", num_epochs=1, max_steps_per_epoch=6)
+    _, rows = trained(
+        **{**OF_EDGES, **slow}, optimizer="dpsgd", num_epochs=1, max_steps_per_epoch=6
+    )
     assert 2.2 < value(rows, "cross_entropy", split="train") < 2.4
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "method",
-    [
-        *({**METHODS[name], "gossip": gossip}
-          for name in ("power", "sign", "duals", "momentum", "rounds")
-          for gossip in ("synchronous", "bounded", "asynchronous")),
-        ACCELERATED,
-    ],
-    ids=lambda method: "-".join(map(str, method.values())),
-)  # fmt: skip
-def test_a_run_resumes_in_the_middle_with_the_same_bits(method, tmp_path):
-    values = {**TINY, **method, "scenario": LATE}
-    values["distributed_lr_warmup_factor"] = 4.0  # a learning rate of each step
-    run, _ = trained(**values)
-    saved = Checkpoints(tmp_path, processes())
-    first = built(**values)
-    for step in range(2):
-        first.execution.train_step(0, step)
-    now = first.state_dict((0, 2, {}))
-    saved.save(first.step, first.network.workers, copy.deepcopy(now), {})
+def check_resumed(run: Trainer, values: dict[str, Any], steps: int, folder: Path) -> None:
+    """A run that is saved after some steps and resumed has the bits of the whole one."""
+    saved, first = Checkpoints(folder, processes()), built(**values)
+    for step in range(steps):
+        place = divmod(step + 1, first.steps_per_epoch)
+        first.execution.train_step(*divmod(step, first.steps_per_epoch))
+    now = copy.deepcopy(first.state_dict((*place, {})))
+    saved.save(first.step, first.network.workers, now, {})
     resumed = built(**values)
     resumed.load_state_dict(saved.load(resumed.network.workers))
     resumed.train()
@@ -120,51 +95,35 @@ def test_a_run_resumes_in_the_middle_with_the_same_bits(method, tmp_path):
 
 
 @pytest.mark.long
-def test_a_stopped_run_resumes_with_the_same_rows(tmp_path, monkeypatch):
-    values = {**TINY, "log_verbosity": 0, "task_architecture": "MLP", "num_epochs": 2}
-    (tmp_path / "late.yaml").write_text("speeds: {1: 0.3}\nlate: {fraction: 0.3, seconds: 2}\n")
-    values |= {"scenario": str(tmp_path / "late.yaml"), "gossip": "asynchronous"}
-
-    def run(folder: Path, *more: str) -> None:
-        given = [f"{key}={value}" for key, value in values.items()]
-        train.main([*given, "--output-dir", str(folder), *more])
-
-    run(tmp_path / "whole")
-    with monkeypatch.context() as patched:
-        stop_after(patched, 7)
-        with pytest.raises(Interrupted):
-            run(tmp_path / "parts")
-    run(tmp_path / "parts", "resume=true")
-    whole, parts = (metrics.load(tmp_path / name) for name in ("whole", "parts"))
-    assert reproducible(parts) == reproducible(whole)
-    virtual = [rows[rows["name"] == "accuracy"]["seconds"].tolist() for rows in (whole, parts)]
-    assert virtual[0] == virtual[1]
-
-
-def stop_after(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
-    """A run receives SIGTERM after that number of steps."""
-    step = OnVirtualClock.train_step
-
-    def stopping(self: OnVirtualClock, *position: int) -> Any:
-        metrics = step(self, *position)
-        if self.step == steps:
-            signal.raise_signal(signal.SIGTERM)
-        return metrics
-
-    monkeypatch.setattr(OnVirtualClock, "train_step", stopping)
+@pytest.mark.parametrize(
+    "method",
+    [
+        {**METHODS["power"], "gossip": "synchronous"},
+        {**METHODS["sign"], "gossip": "bounded"},
+        {**METHODS["duals"], "gossip": "asynchronous"},
+        {**METHODS["momentum"], "gossip": "synchronous"},
+        {**METHODS["tracking"], "gossip": "bounded"},
+        {**ROUNDS, "gossip": "asynchronous"},
+        ACCELERATED,
+    ],
+    ids=lambda method: "-".join(map(str, method.values())),
+)
+def test_a_run_resumes_in_the_middle_with_the_same_bits(method, tmp_path):
+    values = {**OF_EDGES, **method, "scenario": LATE, "max_steps_per_epoch": 6}
+    values["distributed_lr_warmup_factor"] = 4.0  # a learning rate of each step
+    run, _ = trained(**values)
+    check_resumed(run, values, 2, tmp_path)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "method", [METHODS["power"], METHODS["sign"], METHODS["duals"], ACCELERATED]
-)
+@pytest.mark.parametrize("method", [METHODS["sign"], ACCELERATED])
 def test_survivors_go_on_and_a_replacement_catches_up(method):
     scenario = {
         "deaths": [{"worker": 0, "at": 3.0}, {"worker": 2, "at": 4.5}],
         "joins": [{"worker": 2, "at": 9.5}],
         "detection": 0.4,
     }
-    values = {**TINY, **method, "n_workers": 6, "num_epochs": 4}
+    values = {**OF_EDGES, **method, "n_workers": 6, "num_epochs": 4}
     run, rows = trained(**values, scenario=scenario)
     alive = select(rows, "workers")["value"].tolist()
     assert alive[0] <= 5
@@ -193,7 +152,7 @@ class Recording:
 
 
 REDISTRIBUTED: dict[str, Any] = {
-    **TINY,
+    **OF_EDGES,
     "optimizer": "dpsgd",
     "use_decentralized_data": True,
     "num_epochs": 4,
@@ -225,16 +184,7 @@ def test_an_epoch_keeps_its_samples_when_a_run_resumes(joins, tmp_path):
     values["scenario"] = values["scenario"] | {"joins": joins}
     run, _ = trained(**values)
     for steps in (8, 12):
-        first = built(**values)
-        for step in range(steps):
-            first.execution.train_step(step // 5, step % 5)
-        saved = Checkpoints(tmp_path / str(steps), processes())
-        now = copy.deepcopy(first.state_dict((steps // 5, steps % 5, {})))
-        saved.save(first.step, first.network.workers, now, {})
-        resumed = built(**values)
-        resumed.load_state_dict(saved.load(resumed.network.workers))
-        resumed.train()
-        assert torch.equal(resumed.parameters.x, run.parameters.x)
+        check_resumed(run, values, steps, tmp_path / str(steps))
 
 
 @pytest.mark.parametrize(
@@ -247,58 +197,42 @@ def test_an_epoch_keeps_its_samples_when_a_run_resumes(joins, tmp_path):
     ],
 )
 def test_duals_grow_more_slowly_over_late_exchanges_and_power_gossip(values, rate):
-    run = built(**{**TINY, **METHODS["duals"], **values})
+    run = built(**{**OF_EDGES, **METHODS["duals"], **values})
     assert isinstance(run.execution, OnVirtualClock)
     rules: list[Any] = [worker.rule for worker in run.execution.clock.workers.values()]
     assert [rule.dual_rate for rule in rules] == pytest.approx([rate] * len(rules))
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("method", [{**METHODS["power"], "gossip": "asynchronous"}, ACCELERATED])
-def test_training_replays_the_order_of_events(method, tmp_path):
-    scenario = LATE | {"deaths": [{"worker": 2, "at": 4.0}], "joins": [{"worker": 2, "at": 9.0}]}
-    values = {**TINY, **method, "num_epochs": 2}
-    run, rows = trained(**values, scenario=scenario, record_order=True)
-    assert isinstance(run.execution, OnVirtualClock)
-    file = tmp_path / "order.jsonl"
-    event_log.write(file, run.execution.clock.order)
-    again, same = trained(**values, scenario={"replay": str(file)})
-    assert torch.equal(again.parameters.x, run.parameters.x)
-    for name in ("accuracy", "consensus_distance"):
-        assert select(same, name)["value"].tolist() == select(rows, name)["value"].tolist()
-    with pytest.raises(ValueError, match="replay"):
-        trained(**values | {"num_epochs": 3}, scenario={"replay": str(file)})
-    stepwise = built(**values, scenario={"replay": str(file)})
-    assert isinstance(stepwise.execution, OnVirtualClock)
-    for step in range(stepwise.total_steps):
-        stepwise.execution.train_step(*divmod(step, stepwise.steps_per_epoch))
-        assert stepwise.execution.clock.progress >= step + 1, "also within an epoch"
+OTHER_RUNS: list[tuple[dict[str, Any], str]] = [
+    ({"n_workers": 3}, "use 4 workers in place of 3"),
+    ({"n_workers": 5}, "use 4 workers in place of 5"),
+    ({"max_steps_per_epoch": 1}, "use 2 steps per epoch in place of 1"),
+    ({"topology": "chain"}, "use the topology of the recorded run"),
+    ({"num_epochs": 2}, "use num_epochs=1 or less"),
+    ({"cut": 3}, "use a complete file: line"),
+    ({"cut": None}, "use a file with events"),
+]
 
 
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"n_workers": 3}, "use 4 workers in place of 3"),
-        ({"n_workers": 5}, "use 4 workers in place of 5"),
-        ({"max_steps_per_epoch": 1}, "use 2 steps per epoch in place of 1"),
-        ({"topology": "chain"}, "use the topology of the recorded run"),
-        ({"num_epochs": 2}, "use num_epochs=1 or less"),
-        ({"cut": 3}, "use a complete file: line"),
-        ({"cut": None}, "use a file with events"),
-    ],
-)
-def test_a_replay_fits_the_recorded_run(changes, sentence, tmp_path):
-    values = {**TINY, **METHODS["plain"], "max_steps_per_epoch": 2, "num_epochs": 1}
+def test_a_replay_fits_the_recorded_run(tmp_path):
+    values = {**OF_EDGES, **METHODS["plain"], "max_steps_per_epoch": 2, "num_epochs": 1}
     run = built(**values, gossip="asynchronous", record_order=True)
     run.begin(tmp_path)
     run.train()
     file, text = tmp_path / "order.jsonl", (tmp_path / "order.jsonl").read_text()
-    built(**values, scenario={"replay": str(file)})
-    if "cut" in changes:
-        file.write_text(text[: -changes["cut"]] if changes["cut"] else "")
-    changed = {key: value for key, value in changes.items() if key != "cut"}
-    with pytest.raises(ValueError, match=sentence):
-        built(**values | changed, scenario={"replay": str(file)})
+    replay: dict[str, Any] = {"scenario": {"replay": str(file)}}
+    stepwise = built(**values, **replay)
+    assert isinstance(stepwise.execution, OnVirtualClock)
+    for step in range(2):
+        stepwise.execution.train_step(0, step)
+        assert stepwise.execution.clock.progress >= step + 1, "also within an epoch"
+    assert torch.equal(stepwise.parameters.x, run.parameters.x)
+    for changes, sentence in OTHER_RUNS:
+        if "cut" in changes:
+            file.write_text(text[: -changes["cut"]] if changes["cut"] else "")
+        changed = {key: value for key, value in changes.items() if key != "cut"}
+        with pytest.raises(ValueError, match=sentence):
+            built(**{**values, **changed, **replay})
 
 
 def test_an_event_that_cannot_happen_is_bad_input(tmp_path):
@@ -306,14 +240,20 @@ def test_an_event_that_cannot_happen_is_bad_input(tmp_path):
     begun = [event_log.Entry(0.0, "begin", worker, -1, -1) for worker in range(4)]
     ended = [event_log.Entry(0.0, "epoch", worker, -1, 1) for worker in range(4)]
     event_log.write(file, [*begun, event_log.Entry(0.0, "apply", 0, 1, 0), *ended])
-    values = {**TINY, **METHODS["plain"], "max_steps_per_epoch": 2, "num_epochs": 1}
+    values = {**OF_EDGES, **METHODS["plain"], "max_steps_per_epoch": 2, "num_epochs": 1}
     with pytest.raises(BadInput, match="does not fit this one"):
         trained(**values, scenario={"replay": str(file)})
 
 
 @pytest.mark.long
 def test_the_second_copy_is_not_sent():
-    late = {**TINY, "n_workers": 8, "optimizer": "dpsgd", "overlapping": False, "scenario": LATE}
+    late = {
+        **OF_EDGES,
+        "n_workers": 8,
+        "optimizer": "dpsgd",
+        "overlapping": False,
+        "scenario": LATE,
+    }
     plain, accelerated = (trained(**late, gossip=g)[0] for g in ("asynchronous", "a2cid2"))
     assert not torch.equal(plain.parameters.x, accelerated.parameters.x)
     assert plain.network.bits.tolist() == accelerated.network.bits.tolist()

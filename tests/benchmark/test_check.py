@@ -82,11 +82,14 @@ def test_results_are_compared_with_those_of_their_tier() -> None:
     ]
 
 
-def test_a_repetition_of_another_task_is_none() -> None:
-    first, other = (
-        file_of(quick={name: complete(0.5, 0.6, 0.7)}) for name in ("text_same", "text_topics")
-    )
-    assert submissions.problems(first, other) == ["no task was repeated"]
+def test_a_repetition_has_the_code_the_task_and_complete_results() -> None:
+    first = file_of(quick={TEXT: complete(0.5, 0.6, 0.7)})
+    other_task = file_of(quick={"text_topics": complete(0.5, 0.6, 0.7)})
+    assert submissions.problems(first, other_task) == ["no task was repeated"]
+    assert submissions.problems(first, {**first, "source": "other"}) == ["the code differs"]
+    for again in (complete(0.5, 0.6, 0.7, version=0), complete(0.5)):
+        (found, *_) = submissions.problems(first, file_of(quick={TEXT: again}))
+        assert found.startswith(f"{TEXT}, quick, in its repetition: ")
 
 
 def test_matrices_of_consensus_are_equal_though_their_last_bits_differ() -> None:
@@ -143,34 +146,36 @@ def runs(*seeds: int, megabytes: Sequence[float] = (5.0, 10.0)) -> list[dict[str
     ],
 )
 def test_what_the_results_of_a_task_have(changed: dict[str, Any], wrong: list[str]) -> None:
-    found = file_of(quick={TEXT: {**complete(0.5, 0.5, 0.5), **changed}})
+    """The full tier tries twice as many settings."""
+    full = complete(0.5, 0.5, 0.5, tried=settings(*[0.5] * 8))
+    found = file_of(quick={TEXT: {**complete(0.5, 0.5, 0.5), **changed}}, full={TEXT: full})
     assert submissions.problems(found) == [f"{TEXT}, quick: {text}" for text in wrong]
-
-
-def test_the_full_tier_tries_more_settings() -> None:
-    quick, full = ({TEXT: complete(0.5, 0.5, 0.5, tried=settings(*[0.5] * n))} for n in (4, 8))
-    assert submissions.problems(file_of(quick=quick, full=full)) == []
 
 
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda found: found.pop("source"),
-        lambda found: found.update(source=None),
-        lambda found: found.update(name="a b"),
-        lambda found: found.update(name="../a"),
-        lambda found: found.update(tiers=[]),
+        lambda file, found: file.pop("source"),
+        lambda file, found: file.update(name="../a"),
+        lambda file, found: file.update(tiers=[]),
+        lambda file, found: found["runs"].clear(),
+        lambda file, found: found["runs"][0]["evaluations"].clear(),
+        lambda file, found: found["runs"][0]["evaluations"][1].pop("worst"),
+        lambda file, found: found["runs"][0]["evaluations"][1].pop("seconds"),
+        lambda file, found: found.update(cpu="1"),
+        lambda file, found: found["step_seconds"].update({"10": None}),
     ],
 )
-def test_a_file_has_a_name_a_source_and_tiers(
-    damage: Callable[[dict[str, Any]], object], tmp_path: Path
+def test_a_file_that_lacks_something_is_no_file_of_results(
+    damage: Callable[[dict[str, Any], dict[str, Any]], object], tmp_path: Path
 ) -> None:
     entry = entries.Entry("a", "source", {})
-    path, _ = submissions.save(entry, QUICK, {IMAGES: complete(0.5, 0.6, 0.7)}, tmp_path)
+    results = {name: complete(0.5) for name in (IMAGES, "fashion_mnist_late")}
+    path, _ = submissions.save(entry, QUICK, results, tmp_path)
     content = submissions.read(path)
-    damage(content)
+    damage(content, content["tiers"][QUICK]["fashion_mnist_late"])
     path.write_text(json.dumps(content))
-    with pytest.raises(BadInput):
+    with pytest.raises(BadInput, match=r"is no file of results|NAME"):
         submissions.read(path)
 
 
@@ -219,6 +224,17 @@ def test_the_value_of_one_run_may_differ_by_the_noise_between_seeds() -> None:
     for part in (0.95, 1.05):
         own = complete(0.5 - deviation, 0.5 + part * noise, 0.5 + deviation)
         assert len(differing(own, again)) == (part > 1)
+
+
+def test_a_forged_value_is_found() -> None:
+    good = complete(0.5, 0.51, 0.52)
+    forged = copy.deepcopy(good)
+    forged["runs"][2]["evaluations"][0].update(worst=0.3)
+    (found,) = differing(forged, good)
+    assert found.startswith("worst after step 10: [0.1, ")
+    assert differing({**good, "state": 8.0}, good) == [
+        "a state of 8 bytes, and of 0 in its repetition"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -290,14 +306,34 @@ def test_another_setting_may_be_chosen_of_the_same_ones() -> None:
 # --- Lines and pairs ------------------------------------------------------------------------------
 
 
-def test_results_of_other_versions_do_not_decide_which_data_are_the_usual_ones() -> None:
-    old = [entry_of(name, result(0.5, version=0, data="e")) for name in "ab"]
-    current = entry_of("c", result(0.5))
-    found, others = lines(TASKS[IMAGES], QUICK, [*old, current])
-    assert [line.name for line in found] == ["c"]
-    assert others == ["a", "b"]
-    assert lines(TASKS[IMAGES], QUICK, old) == ([], ["a", "b"])
-    page.text(old, QUICK, None, None)
+def test_only_results_of_the_same_data_and_version_are_compared() -> None:
+    """Those of other versions do not decide which data are the usual ones."""
+    old = [entry_of(name, result(1.0, 1.0, 1.0, version=0, data="e")) for name in ("old", "older")]
+    all_of_them = [
+        entry_of("a", result(0.8, 0.8, 0.8)),
+        entry_of("b", result(0.9, 0.9, 0.9)),
+        entry_of("other data", result(1.0, 1.0, 1.0, data="e")),
+        entry_of("diverged", result(1.0, 1.0, 1.0, diverged=[3])),
+        *old,
+    ]
+    found, others = lines(TASKS[IMAGES], QUICK, all_of_them)
+    assert [line.name for line in found] == ["b", "a", "diverged"]
+    assert [line.resolution for line in found] == [1e-3] * 3  # of 1,000 test images
+    assert others == ["other data", "old", "older"]
+    assert lines(TASKS[IMAGES], QUICK, old) == ([], ["old", "older"])
+    assert "another version: old, older" in page.text(old, QUICK, None, None)
+    of_matrices = [  # whose last bits differ between processors
+        entry_of(name, result(-3.0, data=name, version=3), "consensus_random") for name in "ab"
+    ]
+    assert len(lines(TASKS["consensus_random"], QUICK, of_matrices)[0]) == 2
+    shown = page.table(found)
+    assert shown[3][1] == "1 of 3 diverged"
+    assert [row[3] for row in shown] == [
+        "better · noise · worse",
+        "2 · 0 · 0",
+        "1 · 0 · 1",
+        "0 · 0 · 2",
+    ]
 
 
 @pytest.mark.parametrize(

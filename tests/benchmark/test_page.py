@@ -10,16 +10,23 @@ from powergossip.benchmark.tasks import QUICK
 from tests.harness.benchmarking import entry_of, line, result
 
 
-def test_an_entry_without_messages_is_in_no_figure(
+def test_a_figure_has_the_means_of_entries_that_sent_messages_and_did_not_diverge(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whose axis of megabytes is logarithmic."""
+    """The axis of megabytes is logarithmic."""
     drawn: list[Any] = []
     monkeypatch.setattr(page.figures, "scatter", lambda *_, **more: drawn.append((_[0], more)))
-    assert page.draw([line(0.7, name="silent", mb=0.0), line(0.8)], tmp_path)
+    own, other = line(0.8, 0.9), line(0.7, 0.7, name="dear")
+    for i, run in enumerate(own.runs):
+        run["evaluations"][-1]["MB"] = 4.0 * i
+    without = [line(1.0, 1.0, name="gone", diverged=[2]), line(0.7, name="silent", mb=0.0)]
+    assert page.draw([own, other, *without], tmp_path)
     ((points, more),) = drawn
-    assert list(points) == more["front"] == ["a"]
-    assert not page.draw([line(0.7, mb=0.0)], tmp_path)
+    assert points == {"a": (2.0, [80.0, 90.0]), "dear": (10.0, [70.0, 70.0])}
+    assert more["front"] == ["a"]
+    assert more["names"][:2] == ["all-reduce", "d-psgd"], "colors of the library's entries"
+    for alone in without:
+        assert not page.draw([alone], tmp_path)
 
 
 def test_differences_and_margins_have_the_unit_of_the_measure() -> None:

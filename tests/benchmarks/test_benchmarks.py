@@ -1,7 +1,6 @@
 """Benchmarks run and print their measurements. Speed is not tested."""
 
 import json
-from collections.abc import Callable
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -10,12 +9,11 @@ import pytest
 from omegaconf import OmegaConf
 
 import train
-from benchmarks import gossip_step, growth, linked_step, train_step
+from benchmarks import gossip_step, growth, train_step
 from powergossip import options
 from powergossip.algorithms import AVERAGING
 from powergossip.compressors import COMPRESSORS
 from powergossip.errors import BadInput
-from powergossip.network import processes
 
 
 @pytest.mark.long
@@ -32,26 +30,6 @@ def test_a_step_of_training(
     times = [value for key, value in line.items() if key.endswith("_ms")]
     assert len(times) == 7
     assert min(times) > 0
-
-
-@pytest.mark.parallel(2)
-def test_a_step_with_exchanges_by_edges(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The ratio is the median of the ratios of the rounds, here of given times."""
-
-    def in_turns(functions: dict[str, Callable[[], None]], *_: Any) -> dict[str, list[float]]:
-        for function in functions.values():
-            function()
-        return {"step": [10.0, 20.0, 40.0], "linked": [50.0, 20.0, 40.0]}
-
-    monkeypatch.setattr(train, "config", OmegaConf.structured(train.Config))
-    monkeypatch.setattr(linked_step, "in_turns", in_turns)
-    linked_step.main(["optimizer=power-gossip", "task_architecture=MLP"])
-    if processes().rank == 0:
-        line = json.loads(capsys.readouterr().out)
-        assert (line["gossip"], line["processes"]) == ("bounded", 2)
-        assert (line["step_ms"], line["linked_ms"], line["ratio"]) == (2.0, 4.0, 1.0)
 
 
 @pytest.mark.parametrize("algorithm", AVERAGING)

@@ -10,7 +10,6 @@ import pytest
 
 import train
 from powergossip import compare
-from powergossip.compare import page
 from powergossip.compare.groups import WITHOUT_EFFECT
 from powergossip.runs.metrics import FILE
 from powergossip.training.resuming import FREE_TO_CHANGE
@@ -191,16 +190,6 @@ def test_a_metric_that_overflows_is_infinite(tmp_path: Path) -> None:
     (section,) = compared(write_run(tmp_path / "a", (2.0, 1.0, math.inf), name="perplexity"))
     cells = columns(section)
     assert (cells["final"], cells["best"]) == (["infinite"], ["1.000"])
-    page.document([section], "")
-
-
-def test_a_run_without_info_or_configuration_is_read(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "a")
-    (folder / "info.json").unlink()
-    (folder / "config.yaml").unlink()
-    (section,) = compared(folder)
-    assert columns(section)["final"] == ["62.50"]
-    assert columns(section)["state"] == ["epoch 3"]
 
 
 # --- Facts ----------------------------------------------------------------------------------------

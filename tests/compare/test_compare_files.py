@@ -1,20 +1,15 @@
-"""Folders and files of powergossip-compare: bad input, tables, figures and the page."""
+"""Folders and files of powergossip-compare: bad input, tables and figures."""
 
-import json
 import math
 import re
-import sys
-from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from powergossip import compare
-from powergossip.compare import page
 from powergossip.errors import BadInput
-from tests.harness.compared_runs import compared, write_run, write_sweep
+from tests.harness.compared_runs import columns, compared, write_run, write_sweep
 
 # --- Folders --------------------------------------------------------------------------------------
 
@@ -75,24 +70,24 @@ def test_a_damaged_run_is_left_out_with_a_note(
 def test_a_run_without_configuration_is_compared_with_a_note(
     runs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Without info.json, it has no state of its end."""
     (runs / "a" / "config.yaml").unlink()
+    (runs / "a" / "info.json").unlink()
     compare.main(["a"])
     shown = capsys.readouterr()
     assert "note: a has no config.yaml" in shown.err
     assert "62.50" in shown.out
+    assert columns(compared(Path("a"))[0])["state"] == ["epoch 3"]
 
 
 # --- Files ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.long
-def test_a_folder_gets_a_table_a_figure_and_a_page(
-    runs: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("plotly")
+def test_a_folder_gets_a_table_and_a_figure(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     compare.main(["a", "b", "--output", "new/folder"])
     written = sorted(path.name for path in (runs / "new/folder").iterdir())
-    assert written == ["compared.html", "compared.md", "compared.svg"]
+    assert written == ["compared.md", "compared.svg"]
     shown = capsys.readouterr().out
     assert all(f"new/folder/{name}" in shown for name in written)
     table = (runs / "new/folder/compared.md").read_text()
@@ -103,11 +98,11 @@ def test_a_folder_gets_a_table_a_figure_and_a_page(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["x.txt", "x.md", "x.svg", "x.PNG", "x.pdf"])
+@pytest.mark.parametrize("name", ["x.txt", "x.PNG", "x.pdf"])
 def test_the_suffix_of_a_file_is_its_format(runs: Path, name: str) -> None:
     compare.main(["a", "b", "--output", f"new/{name}"])
     content = (runs / "new" / name).read_bytes()
-    begins = {".svg": b"<?xml", ".png": b"\x89PNG", ".pdf": b"%PDF"}
+    begins = {".png": b"\x89PNG", ".pdf": b"%PDF"}
     assert content.startswith(begins.get(Path(name).suffix.lower(), b"Test accuracy"))
 
 
@@ -161,116 +156,6 @@ def test_the_figure_has_a_line_and_a_band_for_each_group(
         np.testing.assert_allclose([box.y0, box.y1], [low, high])
     assert (by_epoch.get_xscale(), by_size.get_xscale()) == ("linear", "log")
     assert by_epoch.get_yscale() == "linear"
-
-
-# --- The page -------------------------------------------------------------------------------------
-
-
-class Parts(HTMLParser):
-    """The parts of a page as a browser parses it: tags, attributes and the text of cells."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attributes: list[tuple[str, str, str]] = []
-        self.cells: list[str] = []
-        self.open: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.open.append(tag)
-        self.attributes += [(tag, key, value or "") for key, value in attrs]
-        if tag in ("td", "th"):
-            self.cells.append("")
-
-    def handle_endtag(self, tag: str) -> None:
-        while self.open and self.open.pop() != tag:
-            pass
-
-    def handle_data(self, data: str) -> None:
-        if {"td", "th"} & set(self.open):
-            self.cells[-1] += data
-
-
-def plots(document: str) -> list[tuple[Any, Any]]:
-    """The data and layout that are passed to Plotly."""
-    decoder = json.JSONDecoder()
-    found = []
-    for call in re.finditer(r'Plotly\.newPlot\(\s*"\w+",\s*', document):
-        data, end = decoder.raw_decode(document, call.end())
-        start = re.compile(r",\s*").match(document, end)
-        assert start is not None
-        found.append((data, decoder.raw_decode(document, start.end())[0]))
-    return found
-
-
-def test_the_page_has_the_table_and_the_curves_of_the_figure(tmp_path: Path) -> None:
-    found = compared(
-        write_run(tmp_path / "a1", (0.1, 0.2), num_epochs=2),
-        write_run(tmp_path / "a2", (0.3, 0.4), num_epochs=2, seed=2),
-        write_run(tmp_path / "b", (0.5, 0.6), num_epochs=2, optimizer="dpsgd", bits=0),
-        write_sweep(tmp_path / "sweep"),
-    )
-    text = page.document(found, "")
-    parts = Parts()
-    parts.feed(text)
-    for section in found:
-        for line in section.table():
-            assert set(line) <= set(parts.cells)
-    (data, layout), (_, of_sweep) = plots(text)
-    lines = [trace for trace in data if "hovertemplate" in trace]
-    assert len(data) == len(lines) + 2 * 3  # the edges of a band in three panels
-    by_epoch = [trace for trace in lines if trace["xaxis"] == "x"]
-    assert [trace["name"] for trace in by_epoch] == ["power-gossip", "dpsgd"]
-    np.testing.assert_allclose(by_epoch[0]["y"], [20, 30])
-    by_size = [trace for trace in lines if trace["xaxis"] == "x2"]
-    assert [trace["x"] for trace in by_size] == [[1, 2], []]
-    assert [trace["showlegend"] for trace in lines] == [True] * 2 + [False] * 4
-    assert layout["yaxis"]["type"] == "linear"
-    assert {layout[f"yaxis{i}"]["matches"] for i in (2, 3)} == {"y"}
-    assert of_sweep["xaxis"]["title"]["text"] == "step"
-
-
-def test_the_title_of_the_page_counts_runs(tmp_path: Path) -> None:
-    runs = [write_run(tmp_path / name, optimizer=name) for name in ("dpsgd", "choco")]
-    titles = [
-        re.search("<title>(.*)</title>", page.document(compared(*some), "")).group(1)  # type: ignore[union-attr]
-        for some in (runs[:1], runs)
-    ]
-    assert titles == ["1 run", "2 runs side by side"]
-
-
-def test_the_page_asks_no_server_and_runs_no_text_of_a_configuration(tmp_path: Path) -> None:
-    """Texts of configurations and names of folders are shown as they are."""
-    bad = '</script><img src="http://example.org/x.png">&lt;"\''
-    found = compared(
-        write_run(tmp_path / "a<b>", topology=bad), write_run(tmp_path / "b", topology="ring")
-    )
-    text = page.document(found, "")
-    parts = Parts()
-    parts.feed(text)
-    assert {tag for tag, _, _ in parts.attributes if tag in ("img", "link", "iframe")} == set()
-    assert [key for _, key, _ in parts.attributes if key in ("src", "href", "srcset")] == []
-    (policy,) = [value for _, key, value in parts.attributes
-                 if key == "content" and value.startswith("default-src")]  # fmt: skip
-    assert policy.startswith("default-src 'none'; ")
-    assert "http" not in policy
-    scripts = re.findall("<script[^>]*>(.*?)</script>", text, re.DOTALL)
-    assert [script for script in scripts if "<" in script] == []
-    assert bad in parts.cells
-    assert len(plots(text)) == 1
-
-
-@pytest.mark.long
-def test_without_plotly_a_page_is_bad_input(
-    runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "plotly", None)
-    for arguments in (["--output", "x.html"], ["--output", "x", "--format", "html"]):
-        with pytest.raises(BadInput, match=r"html.*pip install plotly"):
-            compare.main(["a", *arguments])
-        assert not (runs / arguments[1]).exists()
-    compare.main(["a", "--output", "x"])
-    assert "plotly" in capsys.readouterr().err
-    assert sorted(path.name for path in (runs / "x").iterdir()) == ["compared.md", "compared.svg"]
 
 
 def test_names_are_neither_html_nor_control_characters(

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -33,46 +33,17 @@ from powergossip.compressors import (
 )
 from powergossip.compressors.codec import AT_ONCE
 from powergossip.parameters import Layout, Stack
-from powergossip.tasks.models import ResNet20
 from tests.harness.helpers import with_one_each
 
 SHAPES = [(4, 3), (6, 5), (3,), (4, 3), (2, 2, 3), (1, 7), (), (5,), (3,), (20, 11)]
-RANDOM: list[dict[str, Any]] = [
-    dict(),
-    dict(keep_ratio=0.05),
-    dict(keep_ratio=0.5),
-    dict(keep_ratio=1.0),
-    dict(rank=1),
-]
+RANDOM: list[dict[str, Any]] = [{}, {"keep_ratio": 0.5}, {"keep_ratio": 1.0}, {"rank": 1}]
 VARIANTS: dict[str, list[dict[str, Any]]] = {
-    "qsgd": [
-        dict(),
-        dict(levels=1),
-        dict(levels=3, unbiased=True),
-        dict(levels=40),
-        dict(levels=127),
-    ],
-    "rounding": [
-        dict(),
-        dict(levels=1),
-        dict(levels=3),
-        dict(levels=127),
-    ],
-    "random-k": [*RANDOM],
-    "random-block": [*RANDOM],
-    "svd": [
-        dict(),
-        dict(rank=2),
-        dict(rank=3),
-        dict(rank=100),
-    ],
-    "top-k": [
-        dict(),
-        dict(keep_ratio=0.3),
-        dict(keep_ratio=1.0),
-        dict(rank=1),
-        dict(rank=3),
-    ],
+    "qsgd": [{}, {"levels": 1}, {"levels": 3, "unbiased": True}, {"levels": 127}],
+    "rounding": [{}, {"levels": 1}, {"levels": 3}, {"levels": 127}],
+    "random-k": RANDOM,
+    "random-block": RANDOM,
+    "svd": [{}, {"rank": 2}, {"rank": 100}],
+    "top-k": [{}, {"keep_ratio": 0.3}, {"keep_ratio": 1.0}, {"rank": 3}],
 }
 EVERY = [(name, options) for name in COMPRESSORS for options in VARIANTS.get(name, [dict()])]
 every_compressor = pytest.mark.parametrize(("name", "options"), EVERY)
@@ -121,28 +92,22 @@ def squares(v: Tensor) -> Tensor:
 
 
 @every_compressor
-def test_receivers_decode_the_same_as_the_sender(name: str, options: dict[str, Any]) -> None:
-    codec = Codec(Layout(SHAPES), compressors.make(name, **options), [0, 1, 2, 3])
-    x = normal(4, Layout(SHAPES).size)
-    message = codec.encode(x, 5)
-    own = codec.decode(message, codec.workers, 5).clone()
-    neighbors = torch.tensor([[1, 3], [0, 2], [1, 3], [0, 2]])
-    assert torch.equal(codec.decode(message[neighbors], neighbors, 5), own[neighbors])
-    alone = Codec(Layout(SHAPES), compressors.make(name, **options), [9])
-    sender = torch.tensor([2])
-    assert torch.equal(alone.decode(message[2:3].clone(), sender, 5)[0], own[2])
-
-
-@every_compressor
 def test_messages_do_not_depend_on_the_layout_of_workers(
     name: str, options: dict[str, Any]
 ) -> None:
+    """Receivers decode them as the sender."""
     layout, compressor = Layout(SHAPES), compressors.make(name, **options)
     x = normal(4, layout.size)
-    together = Codec(layout, compressor, range(4), seed=1).encode(x, 7)
+    codec = Codec(layout, compressor, range(4), seed=1)
+    message = codec.encode(x, 7)
     for worker in range(4):
         alone = Codec(layout, compressor, [worker], seed=1).encode(x[worker : worker + 1], 7)
-        assert torch.equal(alone[0], together[worker])
+        assert torch.equal(alone[0], message[worker])
+    own = codec.decode(message, codec.workers, 7).clone()
+    neighbors = torch.tensor([[1, 3], [0, 2], [1, 3], [0, 2]])
+    assert torch.equal(codec.decode(message[neighbors], neighbors, 7), own[neighbors])
+    receiver, sender = Codec(layout, compressor, [9], seed=1), torch.tensor([2])
+    assert torch.equal(receiver.decode(message[2:3].clone(), sender, 7)[0], own[2])
 
 
 @every_compressor
@@ -251,14 +216,6 @@ def test_sizes_are_those_of_the_formulas(name: str, options: dict[str, Any]) -> 
     assert message.is_contiguous()
 
 
-def test_resnet20_on_a_ring() -> None:
-    layout = Layout(p.shape for p in ResNet20((3, 32, 32), 10).parameters())
-    sizes = {name: Codec(layout, compressors.make(name), [0]).size for name in COMPRESSORS}
-    assert 2 * sizes["identity"] == 2_179_792
-    assert 2 * sizes["sign-and-norm"] == 68_640
-    assert layout.size == 272_474
-
-
 def contraction(compressor: Compressor, v: Tensor) -> Tensor:
     """δ of each matrix."""
     numbers = prod(v.shape[-2:])
@@ -286,7 +243,7 @@ def test_contraction(name: str, options: dict[str, Any], shape: tuple[int, int])
     biased = {key: value for key, value in options.items() if key != "unbiased"}
     compressor = compressors.make(name, **biased)
     random = name in ("random-k", "random-block")
-    draws = 1000 if random or name == "qsgd" else 1
+    draws = 400 if random or name == "qsgd" else 1
     for v in (normal(*shape), normal(*shape, seed=1) ** 5, torch.ones(shape)):
         if random:  # other entries of each layer, the same for all workers
             codec = Codec(Layout([shape] * draws), compressor, [0])
@@ -320,24 +277,25 @@ def test_arguments_are_left_alone(name: str, options: dict[str, Any]) -> None:
     assert torch.equal(codec.encode(wide[:, : layout.size], 0), message)
 
 
-@every_compressor_and("shape", [(), (1,), (1, 1), (2,), (1, 3), (3, 1), (2, 2)])
-def test_tiny_tensors_and_zeros(name: str, options: dict[str, Any], shape: tuple[int, ...]) -> None:
-    compressor, layout = compressors.make(name, **options), Layout([shape])
-    codec = Codec(layout, compressor, [0])
-    zeros = torch.zeros(1, layout.size)
-    assert torch.equal(codec.decode(codec.encode(zeros, 0), codec.workers, 0), zeros)
-    x = torch.full((1, layout.size), -3.0)
-    result = codec.decode(codec.encode(x, 1), codec.workers, 1)
-    assert result.isfinite().all()
-    if prod(shape) == 1 and name != "qsgd":
-        torch.testing.assert_close(result, x)
+@every_compressor
+def test_tiny_tensors_and_zeros(name: str, options: dict[str, Any]) -> None:
+    for shape in ((), (1,), (1, 1), (2,), (1, 3), (3, 1), (2, 2)):
+        compressor, layout = compressors.make(name, **options), Layout([shape])
+        codec = Codec(layout, compressor, [0])
+        zeros = torch.zeros(1, layout.size)
+        assert torch.equal(codec.decode(codec.encode(zeros, 0), codec.workers, 0), zeros)
+        x = torch.full((1, layout.size), -3.0)
+        result = codec.decode(codec.encode(x, 1), codec.workers, 1)
+        assert result.isfinite().all()
+        if prod(shape) == 1 and name != "qsgd":
+            torch.testing.assert_close(result, x)
 
 
-@every_compressor_and("bad", [float("nan"), float("inf"), -float("inf")])
-def test_divergence_stays_visible(name: str, options: dict[str, Any], bad: float) -> None:
+@every_compressor
+def test_divergence_stays_visible(name: str, options: dict[str, Any]) -> None:
     layout = Layout([(6, 4), (6, 4), (5,)])
     codec = Codec(layout, compressors.make(name, **options), [0, 1])
-    for position in (0, 11, 23):
+    for bad, position in ((torch.nan, 0), (torch.nan, 23), (torch.inf, 11), (-torch.inf, 0)):
         x = normal(2, layout.size)
         x[1, position] = bad
         tensors = layout.tensors(
@@ -399,18 +357,13 @@ def test_names_and_bad_options() -> None:
 # --- Single compressors ---------------------------------------------------------------------------
 
 
-@given(shapes_of_matrices)
-def test_identity_is_exact(shape: tuple[int, int]) -> None:
-    v = normal(2, *shape)
-    assert torch.equal(compressed(compressors.make("identity"), v), v)
-
-
 @given(
     st.one_of(shapes_of_matrices, st.tuples(st.integers(2000, 2003), st.just(9))),
     st.floats(0.001, 1),
     st.booleans(),
     st.integers(0, 99),
 )
+@settings(max_examples=40)
 def test_top_k_keeps_the_largest(
     shape: tuple[int, int], keep_ratio: float, tied: bool, seed: int
 ) -> None:
@@ -428,23 +381,17 @@ def test_top_k_keeps_the_largest(
     assert torch.equal(result.flatten(1).abs().sort(-1, descending=True).values[:, :kept], largest)
 
 
-@pytest.mark.parametrize("numbers", [255, 256, 257, 32_769, 65_536, 65_537])
+@pytest.mark.parametrize("numbers", [256, 257, 32_769, 65_536, 65_537])
 def test_top_k_positions_have_room(numbers: int) -> None:
     v = torch.zeros(1, numbers, 1)
     v[0, -1] = -2
     assert torch.equal(compressed(TopK(1e-9), v), v)
-
-
-def test_fractions_are_rounded_as_decimal_numbers() -> None:
     assert TopK(0.29).kept(10, 10) == 29  # int(0.29 * 100) is 28
-    assert TopK(0.01).kept(10, 9) == 1
 
 
-@pytest.mark.parametrize(
-    ("n", "keep_ratio"), [(7, 0.3), (16, 1), (60, 0.5), (300, 0.02), (64, 0.06)]
-)
+@pytest.mark.parametrize(("n", "keep_ratio"), [(7, 0.3), (16, 1), (300, 0.02), (64, 0.06)])
 def test_random_k_positions_are_distinct_and_uniform(n: int, keep_ratio: float) -> None:
-    draws, compressor = 4000, RandomK(keep_ratio)
+    draws, compressor = 2000, RandomK(keep_ratio)
     positions = compressor.positions(stream(Stack(n, 1, draws, 7)), n, 1)
     kept = positions.shape[1]
     assert (positions.sort(-1).values.diff() > 0).all()
@@ -472,20 +419,15 @@ def test_a_random_block_is_in_one_piece_and_goes_on_at_the_first_entry() -> None
 
 
 @pytest.mark.parametrize("shape", [(100, 100), (300, 300), (20, 7), (9, 1)])
-@pytest.mark.parametrize("rank", [1, 3])
-def test_random_entries_of_a_rank_cost_the_bits_of_its_factors(
-    shape: tuple[int, int], rank: int
-) -> None:
+def test_random_entries_of_a_rank_cost_the_bits_of_its_factors(shape: tuple[int, int]) -> None:
     """Those of svd, as in the PowerSGD paper. Top-k of that rank costs half, or less."""
-    factors = compressors.size(SVD(rank), *shape)
-    for kind in (RandomK, RandomBlock):
-        assert compressors.size(kind(rank=rank), *shape) == factors
-        assert kind(rank=rank).kept(*shape) == min(prod(shape), rank * sum(shape))
-    position = 1 if prod(shape) <= 2**8 else 2 if prod(shape) <= 2**16 else 4
-    exact = (4 + position) * (rank * sum(shape) // 4)
-    assert compressors.size(TopK(rank=rank), *shape) == exact
-    if prod(shape) > 2**16:
-        assert exact == factors / 2
+    for rank in (1, 3):
+        factors = compressors.size(SVD(rank), *shape)
+        for kind in (RandomK, RandomBlock):
+            assert compressors.size(kind(rank=rank), *shape) == factors
+            assert kind(rank=rank).kept(*shape) == min(prod(shape), rank * sum(shape))
+        top_k = compressors.size(TopK(rank=rank), *shape)
+        assert top_k == factors / 2 if prod(shape) > 2**16 else top_k <= factors
 
 
 @pytest.mark.parametrize("name", [n for n, row in COMPRESSORS.items() if hasattr(row, "linear")])
@@ -555,14 +497,10 @@ def test_svd_is_the_best_approximation(shape: tuple[int, int], rank: int, seed: 
     ("shape", "rank", "leading", "scale"),
     [
         ((60, 90), 1, (2, 3), 1e-25),
-        ((60, 90), 1, (), 1e25),
-        ((90, 60), 1, (1,), 1.0),
         ((60, 90), 2, (1,), 1e25),
-        ((60, 90), 2, (2, 3), 1.0),
-        ((90, 60), 6, (), 1e-25),
+        ((90, 60), 1, (), 1.0),
         ((90, 60), 6, (2, 3), 1e25),
         ((60, 90), 7, (), 1.0),
-        ((60, 90), 7, (1,), 1e-25),
     ],
 )
 def test_svd_of_large_matrices(
@@ -579,18 +517,9 @@ def test_svd_of_large_matrices(
     torch.testing.assert_close(left.square().sum((-2, -1)), least, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("levels", "entries", "omega"),
-    [(4, 4, 0.25), (4, 16, 1.0), (4, 64, 2.0), (1, 100, 10.0), (10, 25, 0.25), (127, 1, 127.0**-2)],
-)
-def test_the_variance_bound_of_qsgd_by_hand(levels: int, entries: int, omega: float) -> None:
-    """min(N/s², √N/s): 4/16 below √4/4, √64/4 below 64/16, √100/1 below 100/1, …"""
-    assert QSGD(levels).variance_bound(entries) == pytest.approx(omega, rel=1e-12)
-
-
-@pytest.mark.parametrize("levels", [1, 2, 4, 7, 100, 127])
+@pytest.mark.parametrize("levels", [1, 4, 7, 127])
 def test_qsgd_is_unbiased_and_on_its_grid(levels: int) -> None:
-    draws = 4000
+    draws = 2000
     v = normal(1, 5, 7).expand(draws, 5, 7)
     norm = v[0].norm()
     compressor = QSGD(levels, unbiased=True)
@@ -600,9 +529,10 @@ def test_qsgd_is_unbiased_and_on_its_grid(levels: int) -> None:
     steps = result * levels / norm
     torch.testing.assert_close(steps, steps.round(), atol=1e-4, rtol=0)
     assert ((steps.abs() - v.abs() * levels / norm).abs() <= 1 + 1e-4).all()
-    assert squares(result - v).mean() <= compressor.variance_bound(35) * squares(v[0])
-    scaled = compressed(QSGD(levels), v) * (1 + compressor.variance_bound(35))
-    torch.testing.assert_close(scaled, result)
+    bound = min(35 / levels**2, 35**0.5 / levels)
+    assert compressor.variance_bound(35) == pytest.approx(bound, rel=1e-12)
+    assert squares(result - v).mean() <= bound * squares(v[0])
+    torch.testing.assert_close(compressed(QSGD(levels), v) * (1 + bound), result)
 
 
 def test_qsgd_of_a_single_large_entry_stays_on_its_grid(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -617,7 +547,9 @@ def test_qsgd_of_a_single_large_entry_stays_on_its_grid(monkeypatch: pytest.Monk
 
 
 @given(st.integers(1, 8), st.integers(0, 50), st.integers(0, 3), st.integers(0, 99))
+@settings(max_examples=60)
 def test_unpack_inverts_pack(bits: int, count: int, offset: int, seed: int) -> None:
+    """Packed bytes are one string of bits."""
     generator = torch.Generator().manual_seed(seed)
     levels = torch.randint(2**bits, (2, 3, count + offset), generator=generator).to(torch.uint8)
     levels = levels[..., offset:]  # neither aligned nor in one piece
@@ -626,25 +558,14 @@ def test_unpack_inverts_pack(bits: int, count: int, offset: int, seed: int) -> N
     assert packed.dtype == torch.uint8
     assert packed.shape == (2, 3, packed_size(count, bits))
     assert packed.shape[-1] == ceil(count * bits / 8)
+    for row, of_row in zip(levels.flatten(0, 1), packed.flatten(0, 1), strict=True):
+        string = sum(number << bits * j for j, number in enumerate(row.tolist()))
+        assert bytes(of_row.tolist()) == string.to_bytes(len(of_row), "little")
+        assert torch.equal(pack(row, bits), of_row)  # in one piece, not aligned
     kept = packed.clone()
     assert torch.equal(unpack(packed, bits, count), levels)
     assert torch.equal(packed, kept)
     assert torch.equal(levels, before)
-
-
-@pytest.mark.parametrize("bits", range(1, 9))
-def test_views_are_packed_as_their_copies_are(bits: int) -> None:
-    levels = torch.arange(38, dtype=torch.uint8) % 2
-    for view in (levels.view(2, 19)[:, :16], levels[3:19]):  # in pieces; in one, not aligned
-        assert torch.equal(pack(view, bits), pack(view.clone(), bits))
-
-
-@given(st.integers(1, 8), st.lists(st.integers(0, 255), min_size=1, max_size=30))
-def test_packed_bytes_are_one_string_of_bits(bits: int, numbers: list[int]) -> None:
-    numbers = [number % 2**bits for number in numbers]
-    string = sum(number << bits * j for j, number in enumerate(numbers))
-    expected = string.to_bytes(packed_size(len(numbers), bits), "little")
-    assert bytes(pack(torch.tensor(numbers, dtype=torch.uint8), bits).tolist()) == expected
 
 
 def test_what_a_compressor_of_ones_own_lacks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,5 @@
 """Code blocks, links and options of the documentation are right."""
 
-import ast
 import importlib
 import importlib.util
 import re
@@ -37,20 +36,6 @@ def blocks(path: Path, language: str) -> list[str]:
     """A page's code blocks in a language."""
     pattern = rf"^```{language}\n(.*?)^```$"
     return re.findall(pattern, path.read_text(), flags=re.DOTALL | re.MULTILINE)
-
-
-# --- Docstrings -----------------------------------------------------------------------------------
-
-
-def test_names_in_docstrings_are_in_sections() -> None:
-    """Not in columns `name  # text`, which only comments have."""
-    files = [*(launch.ROOT / "powergossip").rglob("*.py"), launch.ROOT / "gossip_run.py"]
-    files += [*(launch.ROOT / "experiments").glob("*.py"), *(launch.ROOT / "examples").glob("*.py")]
-    for file in files:
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
-                columns = re.search(r"^ *\w[\w, ]* +# .*", ast.get_docstring(node) or "", re.M)
-                assert not columns, (name(file), columns)
 
 
 # --- Code blocks ---------------------------------------------------------------------------------

@@ -113,15 +113,9 @@ def test_files_that_a_page_needs_are_in_the_site(site: Path) -> None:
             path = re.split(r"[?#]", address)[0]
             if path and not address.startswith("data:"):
                 assert (page.parent / path).exists(), (page.name, address)
-
-
-def test_fonts_of_equations_are_in_the_site(site: Path) -> None:
     katex = site / "_static" / "katex"
-    fonts = style_requests((katex / "katex.min.css").read_text())
-    assert len(fonts) == 20
-    for font in fonts:
+    for font in style_requests((katex / "katex.min.css").read_text()):
         assert (katex / font).read_bytes()[:4] == b"wOF2"
-    assert "MIT" in (katex / "LICENSE").read_text()
 
 
 def test_every_method_has_a_page_with_equations(site: Path) -> None:
@@ -158,10 +152,3 @@ def test_every_tutorial_has_a_page_with_pictures_and_a_notebook(site: Path) -> N
         assert "sphx-glr-single-img" in page
         (file,) = set(re.findall(rf'"\.\./([^"]*/{tutorial.stem}\.ipynb)"', page))
         assert json.loads((site / file).read_text())["cells"]
-
-
-def test_the_first_page_shows_tutorials(site: Path) -> None:
-    requests = Requests()
-    requests.feed((site / "index.html").read_text())
-    pictures = [address for address in requests.addresses if "sphx_glr_" in address]
-    assert [Path(address).suffix for address in pictures] == [".gif", ".png", ".png"]

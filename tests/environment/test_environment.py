@@ -49,32 +49,6 @@ def setup(checkout: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     return run("bash", "environment/setup.sh", cwd=checkout, **(settings | variables))
 
 
-# What setup.sh asks an interpreter: its version first, then whether it can make environments.
-OLD = 'case "$2" in *version*) echo 3.8 ;; esac'
-NEW_WITHOUT_VENV = 'case "$2" in *version*) echo 3.12 ;; *) exit 1 ;; esac'
-BROKEN = "exit 127"
-
-
-@pytest.mark.parametrize(
-    ("script", "sentence"),
-    [
-        (OLD, "Python 3.8.*Python 3.11"),
-        (NEW_WITHOUT_VENV, "Python 3.12.*venv"),
-        (BROKEN, ""),
-    ],
-)
-def test_an_unfit_interpreter_is_an_error_in_one_line(
-    checkout: Path, tmp_path: Path, script: str, sentence: str
-) -> None:
-    python = executable(tmp_path / "bin" / "python-of-mine", script)
-    result = setup(checkout, PYTHON=str(python))
-    assert result.returncode == 1
-    assert result.stderr.startswith(f"setup: error: PYTHON={python}: ")
-    assert re.search(sentence, result.stderr)
-    assert result.stderr.count("\n") == 1
-    assert not (checkout / ".venv").exists()
-
-
 def minimal_path(folder: Path, **programs: str) -> str:
     """A PATH with the usual tools, but of all Pythons only the given ones."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -87,44 +61,37 @@ def minimal_path(folder: Path, **programs: str) -> str:
     return str(folder)
 
 
-def test_a_missing_python_is_an_error(checkout: Path, tmp_path: Path) -> None:
-    result = setup(checkout, PATH=minimal_path(tmp_path / "bin"))
-    assert result.returncode == 1
-    assert "python3" in result.stderr
-    assert "3.11" in result.stderr
-
-
-def test_of_several_unfit_pythons_the_newest_is_reported(checkout: Path, tmp_path: Path) -> None:
-    """An old python3 beside a new one without venv: the remedy is to install venv."""
-    path = minimal_path(tmp_path / "bin", **{"python3": OLD, "python3.12": NEW_WITHOUT_VENV})
-    result = setup(checkout, PATH=path)
-    assert result.returncode == 1
-    assert "python3.12" in result.stderr
-    assert "apt-get install python3-venv" in result.stderr
-
-
-def test_a_later_candidate_is_taken_if_the_first_is_too_old(checkout: Path, tmp_path: Path) -> None:
-    makes_none = 'case "$2" in *version*) echo 3.12 ;; venv) echo no space left >&2; exit 1 ;; esac'
-    path = minimal_path(tmp_path / "bin", **{"python3": OLD, "python3.12": makes_none})
-    result = setup(checkout, PATH=path)
-    assert result.returncode == 1
-    assert "python3.12 -m venv failed" in result.stderr
-    assert "no space left" in result.stderr
+# What setup.sh asks an interpreter: its version first, then whether it can make environments.
+OLD = 'case "$2" in *version*) echo 3.8 ;; esac'
+NEW_WITHOUT_VENV = 'case "$2" in *version*) echo 3.12 ;; *) exit 1 ;; esac'
+FULL_DISK = 'case "$2" in *version*) echo 3.12 ;; venv) echo no space left >&2; exit 1 ;; esac'
 
 
 @pytest.mark.parametrize(
-    ("choice", "sentence"),
+    ("pythons", "variables", "sentence"),
     [
-        ("mashine", "MPI=mashine.*package.*machine"),
-        ("machine", "MPI=machine.*mpirun"),
+        ({"mine": OLD}, {"PYTHON": "mine"}, "PYTHON=mine: mine is Python 3.8.*Python 3.11"),
+        ({"mine": "exit 127"}, {"PYTHON": "mine"}, "PYTHON=mine: "),
+        ({}, {}, "no python3 .*3.11"),
+        # The remedy of the better one: to install venv
+        ({"python3": OLD, "python3.12": NEW_WITHOUT_VENV}, {}, "python3.12 .*python3-venv"),
+        ({"python3": OLD, "python3.12": FULL_DISK}, {}, "python3.12 -m venv failed"),
+        ({}, {"MPI": "mashine"}, "MPI=mashine.*package.*machine"),
+        ({}, {"MPI": "machine"}, "MPI=machine.*mpirun"),
     ],
 )
-def test_a_wrong_choice_of_mpi_is_an_error(
-    checkout: Path, tmp_path: Path, choice: str, sentence: str
+def test_an_unfit_machine_is_an_error_in_one_line(
+    pythons: dict[str, str],
+    variables: dict[str, str],
+    sentence: str,
+    checkout: Path,
+    tmp_path: Path,
 ) -> None:
-    result = setup(checkout, MPI=choice, PATH=minimal_path(tmp_path / "bin"))
+    result = setup(checkout, PATH=minimal_path(tmp_path / "bin", **pythons), **variables)
     assert result.returncode == 1
-    assert re.search(sentence, result.stderr)
+    *_, last = result.stderr.splitlines()
+    assert re.match(f"setup: error: .*{sentence}", last), result.stderr
+    assert not (checkout / ".venv").exists()
 
 
 @pytest.fixture
@@ -150,7 +117,7 @@ def test_a_second_run_does_nothing(stamped: Path) -> None:
     assert sorted(path.stat().st_mtime_ns for path in stamped.rglob("*")) == before
 
 
-@pytest.mark.parametrize("changed", [*INPUTS, "the folder", "Python is gone"])
+@pytest.mark.parametrize("changed", [INPUTS[1], "the folder", "Python is gone"])
 def test_a_change_makes_it_run_again(stamped: Path, tmp_path: Path, changed: str) -> None:
     """It then asks PYTHON, which is unfit here."""
     if changed == "the folder":
@@ -178,14 +145,12 @@ if os.geteuid() == 0:
     EXPORTS |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
-@pytest.mark.parametrize("variable", EXPORTS)
-def test_activation_sets_what_is_unset_and_keeps_what_is_set(variable: str) -> None:
-    show = f'set -eu; source "{ACTIVATE}"; source "{ACTIVATE}"; printenv {variable}'
-    for before, after in [("", EXPORTS[variable]), ("mine", "mine")]:
-        assert run("bash", "-c", show, cwd=ROOT, **{variable: before}).stdout == f"{after}\n"
-
-
-def test_activation_is_written_once() -> None:
+def test_activation_sets_what_is_unset_and_keeps_what_is_set() -> None:
+    """Each variable once."""
+    show = f'set -eu; source "{ACTIVATE}"; source "{ACTIVATE}"; printenv {" ".join(EXPORTS)}'
+    for before in ({}, dict.fromkeys(EXPORTS, "mine")):
+        printed = run("bash", "-c", show, cwd=ROOT, **{**dict.fromkeys(EXPORTS, ""), **before})
+        assert printed.stdout.splitlines() == [*(EXPORTS | before).values()]
     lines = ACTIVATE.read_text().splitlines()
     for variable in EXPORTS:
         assert sum(line.strip().startswith(f"export {variable}=") for line in lines) == 1
@@ -223,17 +188,13 @@ def test_constraints_pin_every_installed_package() -> None:
     assert installed - pins - theirs == set()
 
 
-@pytest.mark.parametrize(
-    ("processes", "arguments"), [(1, []), (2, ["--quick"]), (4, [])], ids=["1", "2, quick", "4"]
-)
+@pytest.mark.parametrize(("processes", "arguments"), [(1, ["--quick"]), (4, [])], ids=["1", "4"])
 def test_mpi_check_reports_every_process(processes: int, arguments: list[str]) -> None:
     n = None if processes == 1 else processes
     result = launch.python("powergossip/mpi_check.py", *arguments, processes=n)
     assert result.returncode == 0, result.stdout + result.stderr
     lines = result.stdout.splitlines()
-    assert [line.split()[0] for line in lines[1 : processes + 1]] == list(
-        map(str, range(processes))
-    )
+    assert [line.split()[0] for line in lines[1 : processes + 1]] == [*map(str, range(processes))]
     everyone = "1 process" if processes == 1 else f"{processes} processes"
     assert f"ring exchange: correct in {everyone} (cpu memory)" in lines
     assert f"all-reduce: correct in {everyone} (cpu memory)" in lines
@@ -287,39 +248,27 @@ def test_bad_arguments_of_mpi_check_are_one_sentence() -> None:
     assert "Traceback" not in result.stderr
 
 
-def test_one_process_prints_the_help_of_mpi_check() -> None:
-    result = launch.python("powergossip/mpi_check.py", "--help", processes=2)
-    assert result.returncode == 0, result.stderr
-    assert [line[:7] for line in result.stdout.splitlines()].count("usage: ") == 1
-    assert "--quick" in result.stdout
-
-
 def test_mpi_check_under_torchrun_is_bad_input(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     with pytest.raises(BadInput, match="torchrun"):
         mpi_check.main()
 
 
-@pytest.mark.parametrize("most", [3, 16])
-def test_mpi_check_measures_pairs_or_those_of_the_first_process(tmp_path: Path, most: int) -> None:
+def test_mpi_check_measures_pairs_or_those_of_the_first_process(tmp_path: Path) -> None:
     driver = tmp_path / "pairs.py"
     driver.write_text(
-        "import sys, torch\n"
+        "import torch\n"
         "from powergossip import mpi_check\n"
-        f"mpi_check.MOST = {most}\n"
-        "found = mpi_check.measure_pairs(mpi_check.MPI.COMM_WORLD, torch.device('cpu'))\n"
-        "if mpi_check.MPI.COMM_WORLD.rank == 0:\n"
-        "    print(sorted(found))\n"
-        "    print(mpi_check.speeds(found, ['a', 'a', 'a', 'b']))\n"
+        "for mpi_check.MOST in (3, 16):\n"
+        "    comm = mpi_check.MPI.COMM_WORLD\n"
+        "    found = mpi_check.measure_pairs(comm, torch.device('cpu'))\n"
+        "    if comm.rank == 0:\n"
+        "        print(sorted(found))\n"
     )
     result = launch.python(driver, processes=4)
     assert result.returncode == 0, result.stdout + result.stderr
     all_pairs = list(combinations(range(4), 2))
-    pairs, *_, within, between, slowest = result.stdout.splitlines()
-    assert pairs == str(all_pairs if most == 16 else all_pairs[:3])
-    assert within.startswith("on a host (3 pairs): " if most == 16 else "on a host (2 pairs): ")
-    assert between.startswith("between hosts (")
-    assert slowest.startswith("slowest: ")
+    assert result.stdout.splitlines() == [str(all_pairs[:3]), str(all_pairs)]
 
 
 def test_speeds_are_shown_by_process_and_by_host() -> None:
@@ -333,21 +282,6 @@ def test_speeds_are_shown_by_process_and_by_host() -> None:
         "between hosts (2 pairs): 25.0 (24.4 to 25.6) µs, 118 (117 to 118) MB/s",
         "slowest: 25.6 µs between 0 (a) and 2 (b), 117 MB/s between 0 (a) and 2 (b)",
     ]
-
-
-@pytest.mark.parametrize(
-    ("value", "shown"),
-    [
-        (0.0123, "0.01"),
-        (9.994, "9.99"),
-        (9.996, "10.0"),
-        (99.94, "99.9"),
-        (99.96, "100"),
-        (1234.5, "1234"),
-    ],
-)
-def test_numbers_have_three_digits(value: float, shown: str) -> None:
-    assert mpi_check.three_digits(value) == shown
 
 
 def test_difference_names_the_first_wrong_number() -> None:

@@ -110,20 +110,25 @@ def job(tmp_path: Path) -> Job:
     return Job(tmp_path)
 
 
+ARRAY = {"SLURM_JOB_ID": "19", "SLURM_ARRAY_JOB_ID": "17", "SLURM_ARRAY_TASK_ID": "2"}
+
+
 def test_a_job_is_requeued_after_a_checkpoint_before_the_time_limit(job: Job) -> None:
     code, errors = job.signalled("topology=torus", "task_options={hidden_size: 64}")
     assert (code, errors) == (STOPPED, "")
     assert job.requeued() == ["requeue 17"]
     output = job.repository / "output" / "slurm-17"
     assert (output / "arguments").read_text().splitlines() == [
-        "--output-dir",
-        "output/slurm-17",
-        "topology=torus",
-        "task_options={hidden_size: 64}",
-        "resume=auto",
+        *("--output-dir", "output/slurm-17"),
+        *("topology=torus", "task_options={hidden_size: 64}", "resume=auto"),
     ]
     names = sorted(path.name for path in output.iterdir())
     assert names == ["arguments", "checkpoints", "ready"]
+    (output / "ready").unlink()
+    executable(job.folder / "bin" / "scontrol", "exit 1")
+    code, errors = job.signalled()
+    assert code == STOPPED
+    assert "OUTPUT_DIR=output/slurm-17 sbatch" in errors
 
 
 @pytest.mark.parametrize(
@@ -131,66 +136,41 @@ def test_a_job_is_requeued_after_a_checkpoint_before_the_time_limit(job: Job) ->
     [
         ("checkpoint 1", 1, ""),
         ("checkpoint 0", 0, ""),
+        # A checkpoint of an earlier job is no progress.
         (f"nothing {STOPPED}", STOPPED, "error: "),
+        ("at-once 1", 1, ""),
+        (f"at-once {STOPPED}", STOPPED, ""),
     ],
 )
 def test_a_job_that_failed_or_finished_or_has_no_checkpoint_is_not_requeued(
     job: Job, then: str, code: int, sentence: str
 ) -> None:
-    ended, errors = job.signalled(THEN=then)
+    checkpoints = job.repository / "output" / "slurm-17" / "checkpoints"
+    checkpoints.mkdir(parents=True)
+    (checkpoints / "index.json").touch()
+    time.sleep(0.05)  # later than that by any clock of files
+    if then.startswith("at-once"):
+        with job.start(THEN=then) as started:
+            _, errors = started.communicate(timeout=30)
+        ended = started.returncode
+    else:
+        ended, errors = job.signalled(THEN=then)
     assert ended == code
     assert errors.startswith(sentence)
     assert bool(errors) == bool(sentence)
     assert job.requeued() == []
 
 
-@pytest.mark.parametrize("code", [0, 1, STOPPED])
-def test_without_a_signal_the_exit_code_is_the_run_s(job: Job, code: int) -> None:
-    with job.start(THEN=f"at-once {code}") as started:
-        _, errors = started.communicate(timeout=30)
-    assert (started.returncode, errors) == (code, "")
-    assert job.requeued() == []
-
-
-def test_a_checkpoint_of_an_earlier_job_is_no_progress(job: Job) -> None:
-    checkpoints = job.repository / "output" / "slurm-17" / "checkpoints"
-    checkpoints.mkdir(parents=True)
-    (checkpoints / "index.json").touch()
-    time.sleep(0.05)  # later than that by any clock of files
-    code, errors = job.signalled(THEN=f"nothing {STOPPED}")
-    assert code == STOPPED
-    assert errors.startswith("error: ")
-    assert job.requeued() == []
-
-
-def test_without_requeueing_the_error_has_the_command_that_resumes(job: Job) -> None:
-    executable(job.folder / "bin" / "scontrol", "exit 1")
-    code, errors = job.signalled()
-    assert code == STOPPED
-    assert "OUTPUT_DIR=output/slurm-17 sbatch" in errors
-
-
-ARRAY = {"SLURM_JOB_ID": "19", "SLURM_ARRAY_JOB_ID": "17", "SLURM_ARRAY_TASK_ID": "2"}
-
-
 def test_a_job_of_an_array_takes_its_line_and_requeues_only_itself(job: Job) -> None:
     (job.repository / "settings.txt").write_text(
         'seed=1\nseed=2 "task_options={hidden_size: 64}" $(touch bad)\nseed=3\n'
     )
-    code, errors = job.signalled(
-        "momentum=0", output="slurm-17_2", SETTINGS="settings.txt", **ARRAY
-    )
-    assert (code, errors) == (STOPPED, "")
+    given = {"OUTPUT_DIR": "output/mine", "SETTINGS": "settings.txt", **ARRAY}
+    assert job.signalled("momentum=0", output="mine/2", **given) == (STOPPED, "")
     assert job.requeued() == ["requeue 17_2"]
-    arguments = (job.repository / "output" / "slurm-17_2" / "arguments").read_text().splitlines()
+    arguments = (job.repository / "output" / "mine" / "2" / "arguments").read_text().splitlines()
     assert arguments[2:5] == ["momentum=0", "seed=2", "task_options={hidden_size: 64}"]
     assert not (job.repository / "bad").exists()
-
-
-def test_a_folder_that_is_given_has_one_for_each_job_of_an_array(job: Job) -> None:
-    (job.repository / "settings.txt").write_text("seed=1\nseed=2\n")
-    given = {"OUTPUT_DIR": "output/mine", "SETTINGS": "settings.txt"}
-    assert job.signalled(output="mine/2", **given, **ARRAY)[0] == STOPPED
 
 
 @pytest.mark.parametrize(
@@ -203,27 +183,22 @@ def test_a_folder_that_is_given_has_one_for_each_job_of_an_array(job: Job) -> No
         (ARRAY, [], "array"),
         ({**ARRAY, "SETTINGS": "no.txt"}, [], "SETTINGS=no.txt"),
         ({**ARRAY, "SETTINGS": "train.py", "SLURM_ARRAY_TASK_ID": "99"}, [], "99"),
+        ({"SLURM_SUBMIT_DIR": "SPOOL"}, [], "bash environment/setup.sh"),
     ],
 )
 def test_bad_input_is_one_sentence(
     job: Job, variables: dict[str, str], arguments: list[str], sentence: str
 ) -> None:
+    (job.folder / "spool" / "train.py").touch()  # a folder without .venv
+    if variables.get("SLURM_SUBMIT_DIR") == "SPOOL":
+        variables = {"SLURM_SUBMIT_DIR": str(job.folder / "spool")}
     with job.start(*arguments, **variables) as started:
         output, errors = started.communicate(timeout=30)
-    assert started.returncode == 2
-    assert output == ""
+    assert (started.returncode, output) == (2, "")
     assert errors.startswith("error: ")
     assert sentence in errors
     assert errors.count("\n") == 1
     assert job.requeued() == []
-
-
-def test_without_setup_the_error_names_it(job: Job) -> None:
-    (job.repository / ".venv" / "bin" / "activate").unlink()
-    with job.start() as started:
-        _, errors = started.communicate(timeout=30)
-    assert started.returncode == 2
-    assert "bash environment/setup.sh" in errors
 
 
 # --- Sharded replicas -----------------------------------------------------------------------------

@@ -146,23 +146,15 @@ def test_every_console_script_is_run_by_a_test() -> None:
         for n in SCRIPTS
     ],
 )
-def test_console_scripts_run_from_an_empty_folder(
-    name: str, installed: Path, tmp_path: Path
-) -> None:
-    arguments, words = SCRIPTS[name]
-    if name == "powergossip-compare":
-        compared_runs.write_run(tmp_path / "mine")
-    assert words in run_installed(installed, name, tmp_path, *arguments.split())
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] if n != QUICK else []) for n in SCRIPTS]
-)
-def test_console_scripts_have_help_that_writes_nothing(
+def test_console_scripts_have_help_that_writes_nothing_and_run_from_an_empty_folder(
     name: str, installed: Path, tmp_path: Path
 ) -> None:
     assert run_installed(installed, name, tmp_path, "--help").startswith("usage: ")
     assert list(tmp_path.iterdir()) == []
+    arguments, words = SCRIPTS[name]
+    if name == "powergossip-compare":
+        compared_runs.write_run(tmp_path / "mine")
+    assert words in run_installed(installed, name, tmp_path, *arguments.split())
 
 
 SHOW = """
@@ -191,14 +183,14 @@ READ = """
 import gossip_run, train
 from omegaconf import OmegaConf
 from powergossip import presets
-from powergossip.benchmark import page, submissions
+from powergossip.benchmark import submissions
 from powergossip.runs import configuration
 
 for name in presets.names():
     program = gossip_run if name.startswith("consensus") else train
     configuration.read_command_line(OmegaConf.structured(program.Config), ["--config", name], "")
 submissions.read_all([submissions.OF_LIBRARY])
-print(len(presets.names()), len(page.SORT.read_text()))
+print(len(presets.names()))
 """
 
 
@@ -206,9 +198,7 @@ print(len(presets.names()), len(page.SORT.read_text()))
 def test_an_installation_has_presets_and_files_of_the_benchmark(
     installed: Path, tmp_path: Path
 ) -> None:
-    counts = run_installed(installed, "python", tmp_path, "-c", READ).split()
-    assert int(counts[0]) == len(presets.names())
-    assert int(counts[1]) > 0
+    assert int(run_installed(installed, "python", tmp_path, "-c", READ)) == len(presets.names())
 
 
 @pytest.mark.slow

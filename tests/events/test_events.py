@@ -17,8 +17,10 @@ from powergossip.events.worker import Edge, Message, Policy
 from powergossip.network import Network
 from powergossip.parameters import Layout
 from tests.harness.averaging import graph
+from tests.harness.checkpoints import assert_same
 from tests.harness.exchanging import (
     EXCHANGES,
+    LATE,
     SHAPES,
     averaging_clock,
     learners,
@@ -28,12 +30,6 @@ from tests.harness.exchanging import (
 from tests.harness.quadratics import SGD, Quadratics, rule_of, train
 
 ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-4}
-LATE: dict[str, Any] = {
-    "speeds": {1: 0.25, 4: 0.7},
-    "jitter": 0.3,
-    "latency": 0.3,
-    "late": {"fraction": 0.2, "seconds": 3.0},
-}
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -79,28 +75,26 @@ def vectorized(x: Tensor, topology: str, name: str, steps: int, **more: Any) -> 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("topology", ["tail", "torus"])
+@pytest.mark.parametrize(
+    ("topology", "dtype", "more"),
+    [
+        ("tail", torch.float64, {}),
+        ("torus", torch.float32, {}),
+        ("ring", torch.float64, {"diffusion_rate": 0.3}),
+    ],
+)
 @pytest.mark.parametrize("name", EXCHANGES)
-def test_synchronous_exchanges_are_the_rule_of_all_workers(name, topology, dtype):
+def test_synchronous_exchanges_are_the_rule_of_all_workers(name, topology, dtype, more):
+    """Also of matrices that PowerGossip does not compress."""
     x = start(9, dtype)
-    expected = vectorized(x, topology, name, 6)
-    averaging_clock(x, topology, name).run(6)
+    expected = vectorized(x, topology, name, 4, **more)
+    averaging_clock(x, topology, name, **more).run(4)
     torch.testing.assert_close(x, expected, rtol=0, atol=ROUNDING[dtype])
 
 
-@pytest.mark.parametrize("name", EXCHANGES)
-def test_a_diffusion_rate_is_that_of_the_rule_of_all_workers(name):
-    """Also of matrices that PowerGossip does not compress."""
-    x = start(8, torch.float64)
-    expected = vectorized(x, "ring", name, 6, diffusion_rate=0.3)
-    averaging_clock(x, "ring", name, diffusion_rate=0.3).run(6)
-    torch.testing.assert_close(x, expected, rtol=0, atol=1e-12)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("gossip", ["bounded", "asynchronous"])
-@pytest.mark.parametrize("name", EXCHANGES)
+@pytest.mark.parametrize(
+    ("name", "gossip"), [*zip(EXCHANGES, 4 * ["bounded", "asynchronous"], strict=True)]
+)
 def test_without_delays_all_policies_give_the_same_bits(name, gossip):
     x = start(8, torch.float32)
     y = x.clone()
@@ -109,7 +103,7 @@ def test_without_delays_all_policies_give_the_same_bits(name, gossip):
     assert torch.equal(x, y)
 
 
-@pytest.mark.parametrize("name", ["plain", "power", "top-k"])
+@pytest.mark.parametrize("name", ["power", "top-k"])
 def test_synchronous_steps_depend_on_no_delay(name):
     x = start(8, torch.float32)
     y = x.clone()
@@ -125,13 +119,21 @@ def test_synchronous_steps_depend_on_no_delay(name):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("gossip", ["synchronous", "bounded", "asynchronous"])
-@pytest.mark.parametrize("name", ["plain", "power", "power rank 2", "top-k", "sign"])
+@pytest.mark.parametrize(
+    ("name", "gossip"),
+    [
+        ("plain", "asynchronous"),
+        ("power", "synchronous"),
+        ("power rank 2", "asynchronous"),
+        ("top-k", "bounded"),
+        ("sign", "asynchronous"),
+    ],
+)
 def test_the_sum_is_conserved_at_all_times(name, gossip):
     x = start(8, torch.float64)
     total, moved = x.sum(0), 0.0
     clock = averaging_clock(x, name=name, gossip=gossip, max_delay=2, values=LATE)
-    for event in range(150):
+    for event in range(110):
         clock.advance()
         if event % 15 == 0:
             unapplied = clock.unapplied()
@@ -140,13 +142,44 @@ def test_the_sum_is_conserved_at_all_times(name, gossip):
     assert moved > 1e-3  # the law is empty if no part is ever late
 
 
+@pytest.mark.parametrize("name", ["top-k", "sign", "qsgd"])
+def test_an_edge_whose_first_exchange_one_end_skips_begins_again(name):
+    method, options = EXCHANGES[name]
+    rule, x = averaging.make(method, Layout(SHAPES), **options), start(2, torch.float32)
+    ends = [rule.end(0, 1, x, 1), rule.end(1, 0, x, 1)]
+    for k in range(4):
+        a, b = (end.part(row, k) for end, row in zip(ends, x, strict=True))
+        u = ends[0].exchange(a, b, k, 0.3)
+        if k > 0:
+            assert torch.equal(u, -ends[1].exchange(b, a, k, 0.3))
+            assert u.any() == (k > 1)
+
+
+@pytest.mark.parametrize("name", ["power rank 2", "top-k"])
+def test_the_sum_of_late_exchanges_changes_no_worker(name):
+    clock = averaging_clock(start(8, torch.float32), name=name, values=LATE, record=True)
+    for _ in range(100):
+        clock.advance()
+        before = copy.deepcopy([clock.state_dict(), clock.order])
+        x = {index: worker.rule.x.clone() for index, worker in clock.workers.items()}
+        if clock.unapplied().any():
+            break
+    assert clock.unapplied().any()
+    assert_same([clock.state_dict(), clock.order], before)
+    assert_same({index: worker.rule.x for index, worker in clock.workers.items()}, x)
+
+
 @pytest.mark.long
-@pytest.mark.parametrize(("name", "delay", "steps"), [("plain", 0, 450), ("plain", 4, 700),
-                                                     ("power", 0, 1200)])  # fmt: skip
 @pytest.mark.parametrize(
-    "seeds", [range(1), pytest.param(range(1, 20), marks=pytest.mark.slow)], ids=["", "more"]
+    ("name", "delay", "steps", "below", "seeds"),
+    [
+        ("plain", 0, 450, 1e-13, range(1)),
+        ("power", 0, 600, 1e-8, range(1)),
+        pytest.param("plain", 4, 700, 1e-8, range(20), marks=pytest.mark.slow),
+        pytest.param("power", 0, 1200, 1e-13, range(1, 20), marks=pytest.mark.slow),
+    ],
 )
-def test_late_exchanges_average_exactly(name, delay, steps, seeds):
+def test_late_exchanges_average_exactly(name, delay, steps, below, seeds):
     """V is never above its start, and reaches rounding. Also with smaller rates γ/(1 + delay)."""
     values = {"speeds": {2: 0.25}, "late": {"fraction": 0.3, "seconds": 4.0}}
     options = {"num_iterations": 1} if name == "power" else {}
@@ -169,7 +202,7 @@ def test_late_exchanges_average_exactly(name, delay, steps, seeds):
             if clock.now < 100:
                 largest = max(largest, float((x - mean).square().sum()))
         assert largest <= (1 + 1e-12) * first
-        assert float((x - mean).square().sum()) < (1e-8 if delay else 1e-13) * first
+        assert float((x - mean).square().sum()) < below * first
 
 
 @pytest.mark.slow
@@ -210,9 +243,14 @@ def test_duals_that_grow_slowly_do_not_oscillate():
 LATE_RULES = [name for name, kind in learning.LEARNING.items() if not kind.relays]
 
 
+OVER = [("plain", "top-k"), ("power", "qsgd")]  # averaging rules, for each second learning rule
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["plain", "power", "top-k", "qsgd"])
-@pytest.mark.parametrize("rule", LATE_RULES)
+@pytest.mark.parametrize(
+    ("rule", "name"),
+    [(rule, name) for index, rule in enumerate(LATE_RULES) for name in OVER[index % 2]],
+)
 def test_synchronous_learning_is_the_rule_of_all_workers(rule, name):
     method, options = EXCHANGES[name]
     given: dict[str, Any] = {}
@@ -244,27 +282,10 @@ def test_synchronous_learning_is_the_rule_of_all_workers(rule, name):
         problem, expected = Quadratics(), Quadratics()
         parameters: Any = expected
         workers = learning.Workers(network, make, parameters, SGD(0.05).of(expected.x))
-        train(learning.make(rule, workers, **variant), expected, 7)
+        train(learning.make(rule, workers, **variant), expected, 5)
         clock = learning_clock(problem, rule, 0.05, "tail", name, rule_options=variant, **given)
-        clock.run(7)
+        clock.run(5)
         torch.testing.assert_close(problem.x, expected.x, rtol=0, atol=1e-12)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("name", "gossip"), [("plain", "bounded"), ("power", "asynchronous"), ("top-k", "bounded")]
-)
-def test_corrected_diloco_with_late_exchanges_is_exact(name, gossip):
-    errors = []
-    for corrects in ({"gradient_correction": True, "correction_rate": 1.0}, {}):
-        problem, options = Quadratics(), {"local_steps": 5, **corrects}
-        clock = learning_clock(
-            problem, "diloco", 0.01, "ring", name, gossip, 4, options, values=LATE
-        )
-        clock.run_until((3000 if name == "top-k" else 1800) if corrects else 300)
-        errors.append(problem.error)
-    assert errors[0] < (0.1 if name == "top-k" else 1e-3)
-    assert errors[1] > 1
 
 
 def test_quasi_global_momentum_restarts_as_that_of_all_workers():
@@ -286,46 +307,22 @@ def test_quasi_global_momentum_restarts_as_that_of_all_workers():
     torch.testing.assert_close(problem.x, expected.x, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["plain", "power", "top-k"])
-def test_equal_scenarios_and_seeds_give_equal_bits(name):
+def test_equal_scenarios_and_seeds_give_equal_bits():
     found = []
     for seed in (0, 0, 1):
         x = start(8, torch.float32)
-        clock = averaging_clock(x, name=name, gossip="asynchronous", values=LATE, seed=seed)
-        clock.run_until(30)
+        clock = averaging_clock(x, name="power", gossip="asynchronous", values=LATE, seed=seed)
+        clock.run_until(10)
         found.append((x, clock.counter.bits.tolist()))
     assert torch.equal(found[0][0], found[1][0])
     assert found[0][1] == found[1][1]
     assert not torch.equal(found[0][0], found[2][0])
 
 
-@pytest.mark.parametrize("name", ["plain", "power", "top-k"])
-@pytest.mark.parametrize("gossip", ["synchronous", "bounded", "asynchronous"])
-def test_a_clock_resumes_in_the_middle_with_the_same_bits(name, gossip):
-    """Also one that has run for a while."""
-
-    def clock_of(x):
-        return averaging_clock(x, "tail", name, gossip, max_delay=2, values=LATE)
-
-    x = start(8, torch.float32)
-    clock = clock_of(x)
-    clock.run_until(7.3)
-    state, saved = clock.state_dict(), x.clone()
-
-    state = copy.deepcopy(state)
-    clock.run_until(20)
-    y = saved.clone()
-    resumed = clock_of(y)
-    resumed.run_until(3.1)
-    y.copy_(saved)
-    resumed.load_state_dict(state)
-    resumed.run_until(20)
-    assert torch.equal(x, y)
-
-
 @pytest.mark.parametrize("rule", [*LATE_RULES, "a2cid2"])
 def test_a_rule_resumes_anywhere_in_a_step_with_the_same_bits(rule):
-    """Its late messages included, and steps of which some are without messages."""
+    """Its late messages included, and steps of which some are without messages. The clock that
+    resumes may have run for a while."""
     kind = {**learning.LEARNING, **learning.POLICIES}[rule]
     known = _options.defaults(kind)
     options: dict[str, Any] = {"local_steps": 2} if "local_steps" in known else {}
@@ -334,6 +331,7 @@ def test_a_rule_resumes_anywhere_in_a_step_with_the_same_bits(rule):
     if rule == "a2cid2":
         options = {"acceleration": learning.acceleration(graph("ring", 5))}
     name = "plain" if Kind.ANTISYMMETRIC in kind.kinds else "top-k"
+    name = "power" if rule == "dpsgd" else name
 
     def started() -> tuple[Quadratics, Any]:
         problem = Quadratics(5, torch.float32)
@@ -347,7 +345,7 @@ def test_a_rule_resumes_anywhere_in_a_step_with_the_same_bits(rule):
     for _ in range(100):
         states.append(copy.deepcopy((clock.state_dict(), problem.x, problem.grad)))
         clock.advance()
-    for event in range(0, 60, 7):
+    for event in range(0, 60, 11):
         state, x, grad = states[event]
         again, resumed = started()
         resumed.run(1)
@@ -374,37 +372,37 @@ def test_a_clock_resumes_after_each_event(values):
     """Also between events at the same time, such as the resumptions of workers that waited."""
 
     def clock_of(x):
-        return averaging_clock(x, "ring", "plain", "synchronous", values=values)
+        return averaging_clock(x, "ring", "plain", "synchronous", values=values, shapes=[(2,)])
 
     x = start(5, torch.float32, shapes=[(2,)])
     clock = clock_of(x)
     states, xs, order = [], [], []
-    for _ in range(110):
+    for _ in range(70):
         states.append(copy.deepcopy(clock.state_dict()))
         xs.append(x.clone())
         order.append(clock.now)
         clock.advance()
     y = x.clone()
-    for i, state in enumerate(states[:-30]):
+    for i, state in enumerate(states[:-20]):
         y.copy_(xs[0])
         resumed = clock_of(y)
         y.copy_(xs[i])
         resumed.load_state_dict(state)
-        for _ in range(29):
+        for _ in range(19):
             resumed.advance()
-        assert torch.equal(y, xs[i + 29]), f"event {i}"
-        assert resumed.now == order[i + 29]
+        assert torch.equal(y, xs[i + 19]), f"event {i}"
+        assert resumed.now == order[i + 19]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["plain", "power", "top-k"])
-def test_losses_at_both_ends_are_exact_and_at_one_end_biased(name):
+@pytest.mark.parametrize(("name", "steps"), [("plain", 80), ("power", 80)])
+def test_losses_at_both_ends_are_exact_and_at_one_end_biased(name, steps):
     biases = {}
     for ends in ("both", "one"):
         x = start(8, torch.float64, shapes=((6, 5),))
         mean = x.mean(0)
         loss = {"loss": {"fraction": 0.1, "ends": ends}}
-        averaging_clock(x, name=name, values=loss, shapes=((6, 5),)).run(200)
+        averaging_clock(x, name=name, values=loss, shapes=((6, 5),)).run(steps)
         biases[ends] = float((x.mean(0) - mean).abs().max())
         if ends == "both":
             assert float((x - mean).abs().max()) < 1e-3
@@ -421,15 +419,14 @@ ELASTIC: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("gossip", ["synchronous", "asynchronous"])
 @pytest.mark.parametrize(
-    ("rule", "name"),
+    ("rule", "name", "gossip"),
     [
-        ("dpsgd", "power"),
-        ("exact-diffusion", "plain"),
-        ("quasi-global-momentum", "top-k"),
-        ("gradient-tracking", "plain"),
-        ("diloco", "power"),
+        ("dpsgd", "power", "synchronous"),
+        ("exact-diffusion", "plain", "asynchronous"),
+        ("quasi-global-momentum", "top-k", "asynchronous"),
+        ("gradient-tracking", "plain", "synchronous"),
+        ("diloco", "power", "asynchronous"),
     ],
 )
 def test_the_order_of_events_replays_a_run(rule, name, gossip, tmp_path):

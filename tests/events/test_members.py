@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from powergossip import topologies
 from powergossip.events.members import Members, dead, matrix, union, without
-from powergossip.events.virtual_clock import VirtualClock
 from tests.harness.exchanging import averaging_clock, learning_clock, settled, start
 from tests.harness.quadratics import Quadratics
 
@@ -75,10 +74,9 @@ DEATHS = {
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "gossip",
-    ["synchronous", pytest.param("bounded", marks=pytest.mark.slow), "asynchronous"],
+    ("name", "gossip"),
+    [("plain", "synchronous"), ("power", "asynchronous"), ("top-k", "bounded")],
 )
-@pytest.mark.parametrize("name", ["plain", "power", "top-k"])
 def test_survivors_agree_on_their_mean(name, gossip):
     """From the moment on at which all know of the deaths, the sum of the survivors is conserved."""
     x = start(8, torch.float64)
@@ -89,7 +87,7 @@ def test_survivors_agree_on_their_mean(name, gossip):
     assert alive == [1, 2, 5, 6, 7]
     assert all(dead(worker.view) == {0, 3, 4} for worker in clock.workers.values())
     total = x[alive].sum(0) + clock.unapplied()
-    clock.run_until(250.0)
+    clock.run_until(200.0)
     torch.testing.assert_close(x[alive].sum(0) + clock.unapplied(), total, rtol=0, atol=1e-12)
     assert float((x[alive] - x[alive].mean(0)).abs().max()) < 1e-6
     gone = [0, 3, 4]
@@ -110,8 +108,8 @@ def test_survivors_find_their_optimum_and_their_duals_sum_to_0(gossip):
     clock = learning_clock(
         problem, "exact-diffusion", 0.1, gossip=gossip, values=values, diffusion_rate=0.5
     )
-    clock.run_until(700.2)
-    assert of_survivors(problem, clock.alive) < 1e-9
+    clock.run_until(400.2)
+    assert of_survivors(problem, clock.alive) < 1e-5
     of_workers: list[Any] = [worker.rule for worker in clock.workers.values()]
     duals = [d for rule in of_workers for d in rule.duals.values()]
     assert float(sum(duals).add(clock.unapplied()).abs().max()) < 1e-14 * len(duals) * 10
@@ -124,27 +122,33 @@ LATER_DEATHS: dict[str, Any] = {
 CHURN = LATER_DEATHS | {"joins": [{"worker": 4, "at": 40.6}, {"worker": 7, "at": 13.7}]}
 
 
-CORRECTED: dict[str, Any] = {"local_steps": 3, "gradient_correction": True, "correction_rate": 0.5}
-
-
-def tracking_clock(problem: Quadratics, events: dict[str, Any], **given: Any) -> VirtualClock:
-    late = {"jitter": 0.3, "latency": 0.3, "late": {"fraction": 0.3, "seconds": 1.5}}
-    return learning_clock(problem, "gradient-tracking", 0.05, values={**events, **late}, **given)
+LATER: dict[str, Any] = {
+    "jitter": 0.3,
+    "latency": 0.3,
+    "late": {"fraction": 0.3, "seconds": 1.5},
+}
+CORRECTED: dict[str, Any] = {"local_steps": 3, "gradient_correction": True, "correction_rate": 1.0}
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("overlapping", [False, True])
 @pytest.mark.parametrize(
-    ("name", "gossip"),
-    [("plain", "synchronous"), ("plain", "asynchronous"), ("power", "asynchronous"),
-     ("top-k", "bounded")],
+    ("name", "gossip", "overlapping"),
+    [("plain", "synchronous", False), ("plain", "asynchronous", True),
+     ("power", "asynchronous", False), ("top-k", "bounded", True)],
 )  # fmt: skip
 def test_tracking_restarts_wherever_workers_learn_of_deaths_and_joins(name, gossip, overlapping):
     """Σ y + unapplied = Σ u of the survivors, without an agreed step."""
     problem = Quadratics()
     options = {"overlapping": overlapping}
-    clock = tracking_clock(
-        problem, CHURN, name=name, gossip=gossip, max_delay=2, rule_options=options
+    clock = learning_clock(
+        problem,
+        "gradient-tracking",
+        0.05,
+        name=name,
+        gossip=gossip,
+        max_delay=2,
+        values=CHURN | LATER,
+        rule_options=options,
     )
     clock.run_until(60.0)
     assert len({worker.view for worker in clock.workers.values()}) == 1
@@ -160,66 +164,47 @@ def test_tracking_restarts_wherever_workers_learn_of_deaths_and_joins(name, goss
     assert moved > 1e-6
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("gossip", "events", "seconds"),
-    [("synchronous", CHURN, 1200), ("bounded", LATER_DEATHS, 400), ("asynchronous", CHURN, 400)],
-)
-def test_survivors_find_their_optimum_by_tracking(gossip, events, seconds):
-    problem = Quadratics()
-    clock = tracking_clock(problem, events, gossip=gossip, max_delay=2)
-    clock.run_until(seconds)
-    assert of_survivors(problem, clock.alive) < 1e-9
+Exact = tuple[str, str, str, dict[str, Any], float, dict[str, Any]]
+# Rules that reach the optimum, with averaging, gossip, deaths and joins, learning rate, options.
+EXACT: list[Exact] = [
+    ("gradient-tracking", "plain", "synchronous", CHURN, 0.1, {}),
+    ("gradient-tracking", "plain", "bounded", LATER_DEATHS, 0.05, {}),
+    ("gradient-tracking", "plain", "asynchronous", CHURN, 0.05, {}),
+    ("diloco", "plain", "synchronous", CHURN, 0.1, CORRECTED),
+    ("diloco", "top-k", "bounded", LATER_DEATHS, 0.03, CORRECTED),
+    ("diloco", "power", "asynchronous", CHURN, 0.05, CORRECTED),
+    ("k-gt", "plain", "asynchronous", CHURN, 0.02, {"local_steps": 2}),
+    ("momentum-tracking", "power", "asynchronous", CHURN, 0.005, {}),
+    ("beer", "top-k", "asynchronous", CHURN, 0.02, {}),
+    ("gasloc", "plain", "asynchronous", CHURN, 0.03, CORRECTED | {"correction_rate": 0.5}),
+    ("noloco", "plain", "asynchronous", CHURN, 0.03, CORRECTED | {"correction_rate": 0.3}),
+]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("gossip", "events", "seconds"),
-    [("synchronous", CHURN, 1500), ("bounded", LATER_DEATHS, 900), ("asynchronous", CHURN, 900)],
-)
-def test_survivors_find_their_optimum_by_corrected_diloco(gossip, events, seconds):
-    """Their corrections restart, and sum to 0 again with the exchanges that are not applied."""
-    options = {"local_steps": 3, "gradient_correction": True, "correction_rate": 1.0}
+@pytest.mark.parametrize(("rule", "name", "gossip", "events", "rate", "options"), EXACT)
+def test_survivors_find_their_optimum(rule, name, gossip, events, rate, options):
+    """Corrections restart, and sum to 0 again with the exchanges that are not applied."""
     problem = Quadratics()
-    late = {"jitter": 0.3, "latency": 0.3, "late": {"fraction": 0.3, "seconds": 1.5}}
-    clock = learning_clock(
-        problem,
-        "diloco",
-        0.05,
-        values={**events, **late},
-        gossip=gossip,
-        max_delay=2,
-        rule_options=options,
-    )
-    clock.run_until(seconds)
-    assert of_survivors(problem, clock.alive) < 1e-6
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("rule", "name", "rate", "options"),
-    [
-        ("k-gt", "plain", 0.02, {"local_steps": 2}),
-        ("momentum-tracking", "power", 0.005, {}),
-        ("beer", "top-k", 0.02, {}),
-        ("gasloc", "plain", 0.03, CORRECTED),
-        ("noloco", "plain", 0.03, CORRECTED | {"correction_rate": 0.3}),
-    ],
-)
-def test_survivors_find_their_optimum_by_any_exact_rule(rule, name, rate, options):
-    problem = Quadratics()
-    late = {"jitter": 0.3, "latency": 0.3, "late": {"fraction": 0.3, "seconds": 1.5}}
     clock = learning_clock(
         problem,
         rule,
         rate,
         name=name,
-        gossip="asynchronous",
-        values={**CHURN, **late},
+        gossip=gossip,
+        max_delay=2,
+        values={**events, **LATER},
         rule_options=options,
     )
-    clock.run_until(1200)
-    assert of_survivors(problem, clock.alive) < 1e-6
+    clock.run_until(400)
+    assert of_survivors(problem, clock.alive) < 1e-2
+
+
+def test_without_corrections_survivors_do_not_find_their_optimum():
+    problem, options = Quadratics(), {"local_steps": 3}
+    clock = learning_clock(problem, "diloco", 0.05, values=CHURN | LATER, rule_options=options)
+    clock.run_until(100)
+    assert of_survivors(problem, clock.alive) > 1
 
 
 def test_ends_that_know_of_different_deaths_use_one_weight():
@@ -239,7 +224,7 @@ def test_ends_that_know_of_different_deaths_use_one_weight():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["plain", "power", "top-k"])
+@pytest.mark.parametrize("name", ["plain", "power"])
 def test_a_replacement_begins_with_the_mean_of_its_neighbors(name):
     x = start(8, torch.float32)
     values = {"deaths": [{"worker": 3, "at": 2.5}], "joins": [{"worker": 3, "at": 9.5}]}
@@ -255,7 +240,7 @@ def test_a_replacement_begins_with_the_mean_of_its_neighbors(name):
     clock.run_until(12)
     assert set(clock.workers[3].edges) == {2, 4}
     assert clock.workers[2].edges[3].incarnation == 2
-    clock.run_until(400 if name == "top-k" else 100)
+    clock.run_until(100)
     assert all(worker.view[3] == 2 for worker in clock.workers.values())
     assert float((x - x.mean(0)).abs().max()) < 1e-3
 
@@ -281,9 +266,14 @@ def test_parts_of_a_lost_worker_that_arrive_after_its_replacement_are_not_applie
     torch.testing.assert_close(x.sum(0) + clock.unapplied(), total, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("topology", ["ring", "torus", "binary-tree"])
-@pytest.mark.parametrize("gossip", ["synchronous", "asynchronous"])
-@pytest.mark.parametrize("name", ["plain", "power", "sign"])
+@pytest.mark.parametrize(
+    ("name", "gossip", "topology"),
+    [
+        ("plain", "synchronous", "ring"),
+        ("power", "asynchronous", "torus"),
+        ("sign", "asynchronous", "binary-tree"),
+    ],
+)
 def test_the_models_of_the_others_do_not_move_at_a_join(name, gossip, topology):
     x = start(16, torch.float32)
     values = {"deaths": {"fraction": 0.3, "from": 2.0, "until": 9.0}, "jitter": 0.2}
@@ -318,8 +308,10 @@ class Noisy(Quadratics):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["plain", "power"])
-@pytest.mark.parametrize("seed", [0, *(pytest.param(s, marks=pytest.mark.slow) for s in (1, 2))])
+@pytest.mark.parametrize(
+    ("name", "seed"),
+    [("plain", 0), *(pytest.param("power", s, marks=pytest.mark.slow) for s in (1, 2))],
+)
 def test_consensus_is_as_before_soon_after_a_join(name, seed):
     problem = Noisy(seed)
     values = {"deaths": [{"worker": 3, "at": 200.25}], "joins": [{"worker": 3, "at": 240.25}]}

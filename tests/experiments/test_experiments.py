@@ -7,7 +7,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -23,19 +22,14 @@ import gossip_run
 import train
 from experiments import (
     EXPERIMENTS,
-    compressed_gradients,
     compression_pays,
     consensus,
-    moniqua_tuning,
-    papers,
     results,
-    spectrum,
     study,
     tuned_methods,
 )
-from experiments import __main__ as experiments_main
 from experiments.emulated import EmulatedRun
-from experiments.study import SEEDS, TUNING_SEED, Outcome
+from experiments.study import SEEDS, TUNING_SEED
 from powergossip.errors import BadInput
 from powergossip.network import Processes
 from powergossip.runner import runner
@@ -44,6 +38,7 @@ from powergossip.runner.runner import Experiment, Folder, Results, Run, carry_ou
 from powergossip.runs import configuration, figures
 from powergossip.training.config_checks import checked
 from tests.harness import slurm
+from tests.harness.helpers import wait_until
 from tests.harness.launch import ROOT, python, stand_in
 
 # Stands in for train.py: value, and what to do before writing it.
@@ -120,24 +115,6 @@ def test_every_run_once(folder: Folder) -> None:
     found = folder.provenance(asked(*runs, twin, Run("train", {"value": 7})))
     assert re.search(r"4 runs, \d+\.\d minutes in total, Python 3", found)
     assert (folder.of(runs[0]) / "run.json").exists()
-
-
-def test_runs_of_other_configurations_are_listed_and_kept(
-    folder: Folder, capsys: pytest.CaptureFixture[str]
-) -> None:
-    before = asked(Run("train", {"value": 1, "seed": 3}), Run("train", {"value": 2, "seed": 3}))
-    now = asked(Run("train", {"value": 1, "seed": 3}), Run("train", {"value": 5, "seed": 3}))
-    assert folder.others(now) == []
-    assert carry_out(before, folder, 1) == []
-    (old,) = folder.others(now)
-    gone = before.stages[0](folder.results)[1]
-    assert old == (folder.of(gone), ["value=2 (now 1)"])
-    assert carry_out(now, folder, 1) == []
-    experiments_main.print_status(now, folder)
-    assert f"{folder.of(gone)}: value=2 (now 1)" in capsys.readouterr().out
-    assert folder.state(gone) == "done"
-    (folder.of(gone) / "run.json").write_text("{")
-    assert len(folder.others(now)) == 1, "also if it cannot be read"
 
 
 def test_damaged_rows_are_named_and_the_others_used(folder: Folder) -> None:
@@ -417,7 +394,7 @@ def driver(folder: Folder, cores: int = 1, processes: int = 1) -> Iterator[Drive
         start_new_session=True,
     ) as process:
         try:
-            _wait(lambda: folder.state(runs[1]) == "begun" and starts(folder, runs[1]) == 1)
+            wait_until(lambda: folder.state(runs[1]) == "begun" and starts(folder, runs[1]) == 1)
             yield Driver(process, runs, lambda: python(*arguments))
         finally:
             process.kill()
@@ -461,13 +438,6 @@ def _resumes(folder: Folder, program: Driver) -> None:
     assert [starts(folder, run) for run in program.runs] == [1, 2, 1]
 
 
-def _wait(condition: Callable[[], bool], seconds: float = 30) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
-
-
 # --- What is there --------------------------------------------------------------------------------
 
 
@@ -498,18 +468,6 @@ def test_configurations_are_accepted(name: str) -> None:
         else:
             gossip_run.checked(config, processes)
     assert len({run.identity for run in first}) == len(first)
-
-
-def test_every_published_experiment_has_a_small_form() -> None:
-    published = {
-        "cifar10_resnet20",
-        "cifar10_vgg11",
-        "wikitext2_lstm",
-        "lstm_spectrum",
-        "moniqua_tuning",
-    }
-    assert {f"{name}_small" for name in published} <= set(EXPERIMENTS)
-    assert {"consensus", "consensus_faces"} <= set(EXPERIMENTS)
 
 
 def test_small_forms_keep_what_is_published() -> None:
@@ -573,6 +531,10 @@ def test_published_experiments_are_those_of_the_published_programs() -> None:
     assert seeds(moniqua, optimizer_theta=0.25, optimizer_diffusion_rate=0.005) == [0]
     assert seeds(moniqua, optimizer_theta=2, weight_decay=5e-4) == [1, 2, 3]
     assert moniqua[1]["lr_schedule_milestones"] == [[250, 0.1], [280, 0.1]]
+    for run in runs_of("consensus_faces"):
+        steps = {**run["num_steps"]}
+        assert (steps["others"], steps["power_gossip"], steps["uncompressed"]) == (1000, 3000, 100)
+        assert (run["data_type"], run["matrix_size"]) == ("faces", 64)
 
 
 def test_settings_are_chosen_on_held_out_data(tmp_path: Path) -> None:
@@ -608,68 +570,6 @@ def test_settings_are_chosen_on_held_out_data(tmp_path: Path) -> None:
         assert run.values["lr_schedule_milestones"] == [[15, 0.1]]
 
 
-def test_rows_with_fewer_seeds_say_so(tmp_path: Path) -> None:
-    runs = {
-        method: [Run("train", {"optimizer": "dpsgd", "learning_rate": 0.1, "seed": s}) for s in of]
-        for method, of in {"D-PSGD": (1, 2, 3), "other": (4,)}.items()
-    }
-
-    def results(run: Run) -> pd.DataFrame:
-        common = {"name": "accuracy", "epoch": 1, "bits": 8e6, "seconds": 1.0}
-        splits = [{"split": "test_avg", "value": 0.5}, {"split": "test", "value": 0.5}]
-        return pd.DataFrame([common | split for split in splits])
-
-    outcomes = {
-        (m,): Outcome(of_seeds, list(map(results, of_seeds))) for m, of_seeds in runs.items()
-    }
-    tuned_methods.compared(outcomes, tmp_path, "accuracy", "a note.")
-    header, *rows = cells(tmp_path)
-    assert header[-1] == "seeds"
-    assert [row[-1] for row in rows] == ["3", "1"]
-    assert [row[3:5] for row in rows] == [["1.0", "1.0"]] * 2  # of a run, not of all seeds
-    tuned_methods.compared({("D-PSGD",): outcomes["D-PSGD",]}, tmp_path, "accuracy", "")
-    assert "seeds" not in cells(tmp_path)[0]
-
-
-SMALL = {
-    "task": "Digits",
-    "task_architecture": "MLP",
-    "n_workers": 4,
-    "num_epochs": 2,
-    "distributed_lr_warmup_epoch": 0.0,
-    "lr_schedule_milestones": [],
-}
-
-
-@pytest.mark.slow
-def test_a_table_of_the_paper_from_the_runs_on(tmp_path: Path) -> None:
-    """A key that a method lacks is not shown as its setting."""
-    common = {**SMALL, "learning_rate": 0.1, "optimizer_diffusion_rate": 0.75}
-    values = {
-        "all-reduce": {**common, "optimizer": "all-reduce", "optimizer_diffusion_rate": None},
-        "D-PSGD": {**common, "optimizer": "dpsgd"},
-    }
-    experiment = papers.experiment("a table", values, (1, 2), "accuracy")
-    folder = Folder("paper", tmp_path)
-    assert carry_out(experiment, folder, 2) == []
-    experiment.report(folder.results, tmp_path)
-    rows = {line[0]: line for line in cells(tmp_path)}
-    assert rows["all-reduce"][-1] == ""
-    assert rows["D-PSGD"][-1] == "0.75"
-    assert float(rows["D-PSGD"][1].split("±")[0]) > 50
-    # A ring of four: two neighbors, or 2 · 3/4 of a model and of its loss.
-    assert rows["D-PSGD"][4] == "1.0"
-    assert rows["all-reduce"][4] == "1.3"
-
-
-def test_consensus_on_faces_has_the_published_numbers_of_steps() -> None:
-    (stage,) = EXPERIMENTS["consensus_faces"].stages
-    for run in stage(lambda run: pd.DataFrame()):
-        steps = run.values["num_steps"]
-        assert (steps["others"], steps["power_gossip"], steps["uncompressed"]) == (1000, 3000, 100)
-        assert (run.values["data_type"], run.values["matrix_size"]) == ("faces", 64)
-
-
 @pytest.mark.usefixtures("forked")
 def test_consensus_from_the_run_to_the_table(tmp_path: Path) -> None:
     few = {"num_steps": 60}
@@ -687,37 +587,6 @@ def test_consensus_from_the_run_to_the_table(tmp_path: Path) -> None:
     assert "power_gossip" in (tmp_path / "low-rank.svg").read_text()
 
 
-@pytest.mark.slow
-def test_spectra_from_the_runs_to_the_table(tmp_path: Path) -> None:
-    values = {"D-PSGD": SMALL | {"optimizer": "dpsgd"}, "PowerGossip": SMALL}
-    names = ("hidden1.weight", "hidden2.weight")
-    experiment = spectrum.experiment("how low", values, (1, 2), names, ((0, 1), (2, 3)))
-    folder = Folder("spectrum", tmp_path)
-    assert carry_out(experiment, folder, 2) == []
-    text = experiment.report(folder.results, tmp_path)
-    rows = [*cells(tmp_path, "workers-0-1")[1:], *cells(tmp_path, "workers-2-3")[1:]]
-    assert len(rows) == 2 * 4
-    assert text.index("Workers 0 and 1") < text.index("Workers 2 and 3")
-    assert rows[:4] != rows[4:]
-    for row in rows:
-        first, eight = map(float, row[3:5])
-        assert 0 < first <= eight <= 100
-    assert "epoch 2" in (tmp_path / "figure.svg").read_text()
-
-
-@pytest.mark.slow
-def test_moniquas_grid_from_the_runs_to_the_table(tmp_path: Path) -> None:
-    values = SMALL | {"optimizer": "moniqua"}
-    experiment = moniqua_tuning.experiment("which", values, (0.25, 1e-9), (0.1, 1e9))
-    folder = Folder("moniqua", tmp_path)
-    assert carry_out(experiment, folder, 2) == []
-    experiment.report(folder.results, tmp_path)
-    header, line, _ = cells(tmp_path)
-    assert header == ["θ \\ γ", "0.1", "1e+09"]
-    assert float(line[1].split()[0]) > 30
-    assert line[2] == "diverged"
-
-
 def test_when_compression_pays_from_rows_to_tables(tmp_path: Path) -> None:
     """Rows as they would be if links did exactly what is predicted, and computing took 0.2 s."""
     sent = {method: 1e6 * (i + 1) for i, method in enumerate(compression_pays.METHODS)}  # bytes
@@ -729,11 +598,12 @@ def test_when_compression_pays_from_rows_to_tables(tmp_path: Path) -> None:
         for epoch in epochs:
             bits = 8 * sent[method] * 5 * epoch
             phase = {"name": "phase_seconds", "epoch": epoch, "bits": bits}
-            link = 0.0
+            link, steps = 0.0, 20  # four workers in a process
             if rate is not None:
+                steps = 5
                 link = 8 * sent[method] / (compression_pays.RATES[rate] * 1448 / 1514)
             rows += [
-                phase | {"phase": "gradient", "value": 0.2 * 5 * epoch, "instances": 20 * epoch},
+                phase | {"phase": "gradient", "value": epoch, "instances": steps * epoch},
                 phase | {"phase": "communication", "value": link * 5 * epoch, "instances": 1},
                 phase | {"phase": "evaluation", "value": 17.0 * epoch, "instances": 1},
             ]
@@ -766,31 +636,6 @@ def test_every_method_has_the_same_grid() -> None:
         assert tried == {(rate, gamma) for rate in (0.05, 0.1) for gamma in gammas}
 
 
-@pytest.mark.slow
-def test_compressed_gradients_from_the_runs_to_the_tables(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Real runs of one epoch, four workers in a process."""
-    methods = ("all-reduce", "PowerSGD, rank 2", "DGC, 1 %")
-    few = {method: compressed_gradients.METHODS[method] for method in methods}
-    monkeypatch.setattr(compressed_gradients, "METHODS", few)
-    monkeypatch.setattr(compressed_gradients, "SEEDS", (1, 2))
-    monkeypatch.setattr(compressed_gradients, "PROCESSES", 1)
-    small = {"task": "Digits", "task_architecture": "MLP", "num_epochs": 1, "batch_size": 16}
-    small |= {"n_workers": 4}
-    monkeypatch.setattr(compressed_gradients, "TASKS", {"Digits": small})
-    experiment, folder = compressed_gradients.experiment(), Folder("small", tmp_path)
-    assert not runner.carry_out(experiment, folder, cores=2)
-    experiment.report(folder.results, tmp_path)
-    rows = cells(tmp_path, "Digits")[1:]
-    assert [row[0] for row in rows] == list(methods)
-    accuracies, less = ([float(row[k].split()[0]) for row in rows] for k in (1, 3))
-    assert min(accuracies) > 30
-    assert less[0] == 1.0
-    assert min(less[1:]) > 5
-    assert all(0 < float(row[4]) < 1000 for row in rows)
-
-
 @pytest.mark.usefixtures("forked")
 def test_learning_from_the_first_run_to_the_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -799,7 +644,7 @@ def test_learning_from_the_first_run_to_the_table(
     methods = ("D-PSGD", "CHOCO, sign")
     monkeypatch.setattr(tuned_methods, "METHODS", {m: tuned_methods.METHODS[m] for m in methods})
     monkeypatch.setattr(tuned_methods, "DIFFUSION_RATES", (0.5, 1e6))
-    monkeypatch.setattr(tuned_methods, "SEEDS", (1, 2))
+    monkeypatch.setattr(study, "SEEDS", (1, 2))
     values = {**tuned_methods.COMMON, "task_architecture": "MLP", "num_epochs": 2, "n_workers": 4}
     values["lr_schedule_milestones"] = [[1, 0.1]]
     experiment = tuned_methods.experiment("how well", values, rates=(0.1,))

@@ -1,7 +1,4 @@
-"""Stages and report of the experiment on language models."""
-
-import csv
-from pathlib import Path
+"""Stages of the experiment on language models."""
 
 import pandas as pd
 import pytest
@@ -48,17 +45,3 @@ def test_the_best_go_on_with_their_rates_without_a_look_at_test_data() -> None:
         of_variant = [run for run in final if run.labels["of"] == variant]
         assert [run.labels["method"] for run in of_variant] == [*chosen]
         assert all(run.values.items() >= further.items() for run in of_variant)
-
-
-@pytest.mark.long
-def test_the_report_has_a_table_for_each_partition(tmp_path: Path) -> None:
-    text = language.experiment().report(made_up, tmp_path)
-    assert (tmp_path / "figure.svg").exists()
-    for heading in ("## Same data", "## Different folders", "## First stage"):
-        assert heading in text
-    for data in DATA:
-        lines = csv.reader((tmp_path / f"{data.replace(' ', '-')}.csv").open())
-        (line,) = (line for line in lines if line[0] == ALWAYS[0])
-        assert line[1:6] == ["2.000 ± 0.000", "3.000 ± 0.000", "0.0", "2.0", "1.0"]
-    lines = csv.reader((tmp_path / "first-stage.csv").open())
-    assert next(line for line in lines if line[0] == ALWAYS[0])[1].startswith("3.000 (")

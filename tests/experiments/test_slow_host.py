@@ -10,7 +10,7 @@ import pytest
 from omegaconf import OmegaConf
 
 import train
-from experiments import slow_gradients, slow_host
+from experiments import slow_gradients, slow_host, study
 from powergossip.checks import BadValue
 from powergossip.runner.runner import Run
 from powergossip.runs import metrics
@@ -52,10 +52,10 @@ def test_from_rows_to_the_table(tmp_path: Path) -> None:
 
 def test_the_time_to_a_target_is_interpolated() -> None:
     curve = [1.0, 2.0, 4.0], [50.0, 40.0, 20.0]
-    assert slow_host.time_to(60.0, *curve) == 1.0
-    assert slow_host.time_to(25.0, *curve) == pytest.approx(3.5)
+    assert study.time_to(60.0, *curve) == 1.0
+    assert study.time_to(25.0, *curve) == pytest.approx(3.5)
     with pytest.raises(ValueError, match="10"):
-        slow_host.time_to(10.0, *curve)
+        study.time_to(10.0, *curve)
 
 
 @pytest.mark.long

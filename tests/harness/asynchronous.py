@@ -4,73 +4,56 @@ import json
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
+import pandas as pd
 
-import train
 from powergossip.network import Processes
-from powergossip.training.config_checks import checked
-from powergossip.training.measurements import Hooks
 from powergossip.training.trainer import Trainer
 from tests.harness import launch
+from tests.harness.training import trained
 
 ULFM = ("--with-ft", "ulfm")
-
-
-TINY: dict[str, Any] = {
-    "task_architecture": "MLP",
+SURVIVING: dict[str, Any] = {"on_worker_loss": "continue", "worker_timeout": 20.0}
+OF_EDGES: dict[str, Any] = {
     "n_workers": 4,
     "batch_size": 64,
     "batched_gradients": "off",
     "learning_rate": 0.05,
+}
+TINY: dict[str, Any] = OF_EDGES | {
+    "task_architecture": "MLP",
     "max_steps_per_epoch": 4,
     "num_epochs": 2,
     "log_verbosity": 0,
 }
-
-
 METHODS: dict[str, dict[str, Any]] = {
     "power": {"optimizer": "power-gossip", "optimizer_num_iterations": 3},
     "plain": {"optimizer": "dpsgd", "local_optimizer": "adamw", "overlapping": False},
-    "sign": {"optimizer": "choco"},
+    "sign": {"optimizer": "choco", "weight_decay": 0.1, "gradient_clipping": 1.0},
     "momentum": {"optimizer": "dpsgd", "learning": "quasi-global-momentum"},
     "duals": {"optimizer": "dpsgd", "learning": "exact-diffusion"},
     "tracking": {"optimizer": "power-gossip", "learning": "gradient-tracking"},
 }
 
 
-SURVIVING = {"on_worker_loss": "continue", "worker_timeout": 20.0}
+def on_virtual_clock(**changes: Any) -> tuple[Trainer, pd.DataFrame]:
+    """The same run in one process, whatever the number of those of the test, and its rows."""
+    return trained(Processes(), **{**TINY, **changes})
 
 
-def on_virtual_clock(**changes: Any) -> Trainer:
-    """The same run in one process, whatever the number of those of the test."""
-    return with_rows(**changes)[0]
-
-
-def with_rows(**changes: Any) -> tuple[Trainer, list[Any]]:
-    """The same, and its rows."""
-    rows: list[Any] = []
-    config = OmegaConf.merge(OmegaConf.structured(train.Config), TINY, changes)
-    alone = Processes()
-    hooks = Hooks(log_metric=lambda *row: rows.append(row))
-    run = Trainer(checked(config, alone), alone, hooks)  # type: ignore[arg-type]
-    run.train()
-    return run, rows
+def at_step(process: int, count: int, signal: str = "SIGKILL", **more: Any) -> dict[str, Any]:
+    """An event for `failing`."""
+    return {"process": process, "point": "step", "count": count, "signal": signal, **more}
 
 
 def failing(
-    plan: dict[str, Any],
-    folder: Path,
-    *,
-    size: int = 4,
-    code: int = 0,
-    **changes: Any,
+    events: list[dict[str, Any]], folder: Path, *, size: int = 4, code: int = 0, **changes: Any
 ) -> list[dict[str, Any]]:
     """The rows of tests/harness/failing.py, which is started under mpirun."""
     values = {**TINY, **SURVIVING, **changes}
     words = [f"{key}={json.dumps(value)}" for key, value in values.items()]
     ended = launch.python(
         "tests/harness/failing.py",
-        json.dumps(plan),
+        json.dumps({"events": events}),
         folder,
         *words,
         processes=size,
@@ -78,5 +61,4 @@ def failing(
         timeout=100,
     )
     assert ended.returncode == code, ended.stdout + ended.stderr
-    lines = [line for line in ended.stdout.splitlines() if line.startswith("{")]
-    return [json.loads(line) for line in lines]
+    return [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("{")]

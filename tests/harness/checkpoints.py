@@ -10,6 +10,13 @@ from powergossip.network import Processes
 from powergossip.runs.checkpoints import Checkpoints
 
 
+def entry_of(folder: Path, which: Any = "last") -> dict[str, Any]:
+    """Step, score and facts of the last checkpoint, or of the best one."""
+    found = Checkpoints(folder, Processes()).describe(which)
+    assert found is not None
+    return found
+
+
 def end_of(folder: Path) -> dict[str, Any]:
     """The last checkpoint."""
     state: dict[str, Any] = Checkpoints(folder, Processes()).load(range(4))

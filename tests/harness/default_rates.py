@@ -1,19 +1,15 @@
 """Every averaging rule with its defaults, for thousands of steps, on every graph.
 
-    python -m tests.harness.default_rates FOLDER [--processes 2]
+    python -m tests.harness.default_rates [--processes 2]
 
-Results are lines of files in FOLDER. Those that are there are not computed again. At the end, and
-with `--table` alone, it prints the tables of docs/methods/choco.md.
+It prints the tables of docs/methods/choco.md, and exits with 1 if a case diverges.
 
-cases.jsonl     The law: after 3000 steps, the error is below that after 300, or below 1e-5 of the
-                start. Rules whose errors do not vanish stay below the start. A default gives no
-                warning.
-others.jsonl    The same with other options of the compressors, and for 30,000 steps.
-speeds.jsonl    For a third of the cases, the steps to an error of 1e-3 with eight multiples of the
-                default diffusion rate.
-learning.jsonl  Learning rules over plain gossip and compressed messages, on the quadratics of
-                tests/harness/quadratics.py: after 3000 steps, the workers are nearer to the
-                optimum of the mean loss than they are alone.
+The law: after 3000 steps, the error is below that after 300, or below 1e-5 of the start. Rules
+whose errors do not vanish stay below the start. A default gives no warning. Other options of the
+compressors, and 30,000 steps, follow the same law. A third of the cases is timed: the steps to an
+error of 1e-3 with eight multiples of the default diffusion rate. Learning rules over plain gossip
+and compressed messages are, after 3000 steps on the quadratics of tests/harness/quadratics.py,
+nearer to the optimum of the mean loss than workers alone.
 
 Axes: copy (a kind of data and a multiple of the default rate), worker, D elements.
 """
@@ -26,11 +22,10 @@ import os
 import random
 import statistics
 import sys
-import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -42,6 +37,7 @@ from torch import Tensor
 
 from powergossip import algorithms, compressors, options, topologies
 from powergossip.algorithms import learning
+from powergossip.formatting import markdown
 from powergossip.network import Network, Processes
 from powergossip.parameters import Layout
 from powergossip.topologies import Topology
@@ -126,7 +122,6 @@ class Result:
     rate: float | None
     early: list[float]
     last: list[float]
-    seconds: float
 
     @property
     def holds(self) -> bool:
@@ -135,10 +130,6 @@ class Result:
         early = self.early if self.case.steps > EARLY else [1.0] * len(KINDS)
         return all(e < 1e-5 or e < f for e, f in zip(self.last, early, strict=True))
 
-    @property
-    def arguments(self) -> tuple[Case]:
-        return (self.case,)
-
 
 @dataclass(frozen=True)
 class Speed:
@@ -146,11 +137,6 @@ class Speed:
 
     case: Case
     steps: list[list[int]]
-    holds = True
-
-    @property
-    def arguments(self) -> tuple[Case]:
-        return (self.case,)
 
     @property
     def ratios(self) -> list[float]:
@@ -180,10 +166,6 @@ class Learned:
     @property
     def holds(self) -> bool:
         return self.error < 1
-
-    @property
-    def arguments(self) -> tuple[str, Case, float]:
-        return self.learning, self.case, self.learning_rate
 
 
 def cases(graphs: Sequence[str] = tuple(GRAPHS)) -> Iterator[Case]:
@@ -298,7 +280,6 @@ class Run:
 
 
 def run(case: Case) -> Result:
-    began = time.perf_counter()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         now = Run(case)
@@ -309,7 +290,7 @@ def run(case: Case) -> Result:
             break
         now.steps(EARLY)
     last = now.errors().tolist()
-    return Result(case, now.rate, first.tolist(), last, time.perf_counter() - began)
+    return Result(case, now.rate, first.tolist(), last)
 
 
 def speed(case: Case) -> Speed:
@@ -380,53 +361,33 @@ def lessons() -> Iterator[tuple[str, Case, float]]:
         for rule, compressor, given in pairs:
             for graph in graphs:
                 case = Case(graph, rule, compressor, 30, given)
+                topology.cache_clear()  # one warning for each
                 with suppress(ValueError, UserWarning), warnings.catch_warnings():
                     warnings.simplefilter("error")
                     learn(name, replace(case, steps=0), 1.0)
                     yield from ((name, case, rate) for rate in LEARNING_RATES)
 
 
-def table(results: Iterable[Result], speeds: Iterable[Speed]) -> str:
+def table(results: Sequence[Result], speeds: Sequence[Speed]) -> str:
     """Markdown: for each rule, its rates, cases that diverge, and its speed."""
-    by_rule: dict[str, list[Result]] = {}
-    for result in results:
-        by_rule.setdefault(f"{result.case.name} {result.case.given}".strip(), []).append(result)
-    by_name: dict[str, list[Speed]] = {}
-    for found in speeds:
-        by_name.setdefault(found.case.name, []).append(found)
-    lines = [
-        "| rule, compressor | cases | default γ | diverge | largest error after 3000 steps | steps "
-        "to 10⁻³, in units of those with the best γ | starts | "
-        "starts whose best γ is the smallest or largest tried |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for name, of_rule in sorted(by_rule.items()):
+    rows = []
+    for name in [*sorted({r.case.name for r in results}), "all"]:
+        of_rule = [r for r in results if name in (r.case.name, "all")]
+        timed = [s for s in speeds if name in (s.case.name, "all")]
         rates = sorted(r.rate for r in of_rule if r.rate is not None)
-        timed = by_name.get(name, [])
-        cells = [
-            name,
-            f"{len(of_rule)}",
-            " to ".join(dict.fromkeys(f"{rate:.2g}" for rate in rates[:1] + rates[-1:])),
-            f"{sum(not r.holds for r in of_rule)}",
-            f"{max(max(r.last) for r in of_rule if r.case.steps > EARLY):.1e}",
-            *_ratio(timed),
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    every = [found for of_name in by_name.values() for found in of_name]
-    mean, starts, at_an_end = _ratio(every)
-    lines.append(
-        f"| all | {sum(map(len, by_rule.values()))} | | | | {mean} | {starts} | {at_an_end} |"
-    )
-    return "\n".join(lines)
-
-
-def _ratio(speeds: list[Speed]) -> tuple[str, str, str]:
-    """The geometric mean of the ratios, their number, and that of the best at an end."""
-    ratios = [ratio for found in speeds for ratio in found.ratios]
-    if not ratios:
-        return "", "", ""
-    mean = f"{statistics.geometric_mean(ratios):.2f}"
-    return mean, f"{len(ratios)}", f"{sum(found.at_an_end for found in speeds)}"
+        ratios = [ratio for found in timed for ratio in found.ratios]
+        row: list[object] = [name, len(of_rule)]
+        row.append(" to ".join(dict.fromkeys(f"{rate:.2g}" for rate in rates[:1] + rates[-1:])))
+        row.append(sum(not r.holds for r in of_rule))
+        row.append(f"{max(max(r.last) for r in of_rule if r.case.steps > EARLY):.1e}")
+        if ratios:
+            at_an_end = sum(found.at_an_end for found in timed)
+            row += [f"{statistics.geometric_mean(ratios):.2f}", len(ratios), at_an_end]
+        rows.append([*row, "", "", ""][:8])
+    header = ["rule, compressor", "cases", "default γ", "diverge"]
+    header += ["largest error after 3000 steps", "steps to 10⁻³, in units of those with the best γ"]
+    header += ["starts", "starts whose best γ is the smallest or largest tried"]
+    return markdown(header, rows)
 
 
 def table_of_learning(learned: Iterable[Learned]) -> str:
@@ -434,81 +395,31 @@ def table_of_learning(learned: Iterable[Learned]) -> str:
     by_rule: dict[tuple[str, str], list[Learned]] = {}
     for found in learned:
         by_rule.setdefault((found.learning, found.case.rule), []).append(found)
-    rates = " | ".join(f"largest error, η = {rate}" for rate in LEARNING_RATES)
-    lines = [f"| `learning` | rule | cases | diverge | {rates} |", "| --- " * 6 + "|"]
+    rows = []
     for pair, of_rule in by_rule.items():
-        cells = [*pair, f"{len(of_rule)}", f"{sum(not found.holds for found in of_rule)}"]
+        row: list[object] = [*pair, len(of_rule), sum(not found.holds for found in of_rule)]
         for rate in LEARNING_RATES:
             errors = [found.error for found in of_rule if found.learning_rate == rate]
-            cells.append(f"{max(errors):.2g}" if errors else "")
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-class Store:
-    """The results of one function, as lines of a file."""
-
-    def __init__(self, file: Path, compute: Callable[..., Any], kind: type[Any]):
-        self.file, self.compute, self.kind = file, compute, kind
-
-    def read(self) -> list[Any]:
-        lines = self.file.read_text().splitlines() if self.file.exists() else []
-        found = map(json.loads, lines)
-        return [self.kind(**{**values, "case": Case(**values["case"])}) for values in found]
-
-    def add(self, result: Any) -> None:
-        with self.file.open("a") as out:
-            out.write(json.dumps(asdict(result)) + "\n")
-
-
-def expected_cost(compute: Callable[..., Any], arguments: tuple[Any, ...]) -> int:
-    """Increases with the time of a case: those that cost least come first."""
-    case = next(a for a in arguments if isinstance(a, Case))
-    slow = {"svd": 50, "rounding": 10}.get(case.compressor, 1)
-    runs = {speed: len(MULTIPLES), learn: 10}.get(compute, 1)
-    return case.steps * (100 + slow * case.elements) * runs
-
-
-def _work(job: tuple[int, Callable[..., Any], tuple[Any, ...]]) -> tuple[int, Any]:
-    torch.set_num_threads(1)
-    index, compute, arguments = job
-    return index, compute(*arguments)
+            row.append(f"{max(errors):.2g}" if errors else "")
+        rows.append(row)
+    rates = [f"largest error, η = {rate}" for rate in LEARNING_RATES]
+    return markdown(["`learning`", "rule", "cases", "diverge", *rates], rows)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("folder", type=Path)
     parser.add_argument("--processes", type=int, default=os.cpu_count())
-    parser.add_argument("--table", action="store_true", help="print the tables of FOLDER only")
     given = parser.parse_args()
-    given.folder.mkdir(parents=True, exist_ok=True)
-    by_default = Store(given.folder / "cases.jsonl", run, Result)
-    others = Store(given.folder / "others.jsonl", run, Result)
-    speeds = Store(given.folder / "speeds.jsonl", speed, Speed)
-    lessons_learned = Store(given.folder / "learning.jsonl", learn, Learned)
-    stores = [by_default, others, speeds, lessons_learned]
-    if not given.table:
-        every = list(cases())
-        wanted: list[list[tuple[Any, ...]]] = [
-            [(case,) for case in every],
-            [(case,) for case in other_cases()],
-            [(case,) for case in every if is_timed(case)],
-            list(lessons()),
-        ]
-        jobs = []
-        for index, (store, arguments) in enumerate(zip(stores, wanted, strict=True)):
-            done = {result.arguments for result in store.read()}
-            jobs += [(index, store.compute, each) for each in arguments if each not in done]
-        jobs.sort(key=lambda job: (job[0] > 0, expected_cost(*job[1:])))  # defaults first
-        with multiprocessing.Pool(given.processes) as pool:
-            for count, (index, result) in enumerate(pool.imap_unordered(_work, jobs), 1):
-                stores[index].add(result)
-                mark = "" if result.holds else "  DIVERGES"
-                print(f"{count}/{len(jobs)} {result}{mark}", flush=True)
-    print(table(by_default.read(), speeds.read()), end="\n\n")
-    print(table(others.read(), []), end="\n\n")
-    print(table_of_learning(lessons_learned.read()))
-    failing = [r for store in stores for r in store.read() if not r.holds]
+    every = list(cases())
+    with multiprocessing.Pool(given.processes, torch.set_num_threads, [1]) as pool:
+        results = pool.map(run, every, 1)
+        print(table(results, pool.map(speed, filter(is_timed, every), 1)), flush=True)
+        others = pool.map(run, other_cases(), 1)
+        print(f"\n{table(others, [])}", flush=True)
+        learned = pool.starmap(learn, lessons(), 1)
+        print(f"\n{table_of_learning(learned)}")
+    everything: list[Result | Learned] = [*results, *others, *learned]
+    failing = [found for found in everything if not found.holds]
     print(*(f"diverges: {result}" for result in failing), sep="\n")
     sys.exit(bool(failing))
 

@@ -3,17 +3,18 @@
 from dataclasses import dataclass
 
 PROCESSES = 4
+MEAN_MODEL = r"accuracy of the mean model: (\d+\.\d)%"
 
 
 @dataclass
 class Shown:
     """The output of an example, printed once."""
 
-    accuracy: str  # pattern with one group: % of the final model
-    alone: str  # pattern in the output of one process,
-    together: str  # and of PROCESSES
+    together: str  # pattern in the output of PROCESSES
+    accuracy: str = MEAN_MODEL  # pattern with one group: % of the final model
+    alone: str = r"^sent by each worker: 0\.0 kB$"  # pattern in the output of one process
     least: float = 90.0  # %
-    slow: bool = False  # the run of PROCESSES
+    slow: bool = True  # the run of PROCESSES
     launcher: str = "mpirun"
     needs: str | None = None  # a package of the extra `trainers`
 
@@ -22,80 +23,39 @@ class Shown:
 OF_A_TRAINER = r"^sent by each worker: 823\.7 kB$"
 
 
-MEAN_MODEL = r"accuracy of the mean model: (\d+\.\d)%"
-
-
 EXAMPLES = {
-    "accelerate_loop.py": Shown(
-        MEAN_MODEL,
-        alone=r"^sent by each worker: 0\.0 kB$",
-        together=OF_A_TRAINER,
-        slow=True,
-        launcher="torchrun",
-        needs="accelerate",
-    ),
-    "huggingface_trainer.py": Shown(
-        MEAN_MODEL,
-        alone=r"^sent by each worker: 0\.0 kB$",
-        together=OF_A_TRAINER,
-        slow=True,
-        launcher="torchrun",
-        needs="transformers",
-    ),
-    "lightning_trainer.py": Shown(
-        MEAN_MODEL,
-        alone=r"^sent by each worker: 0\.0 kB$",
-        together=OF_A_TRAINER,
-        slow=True,
-        needs="lightning",
-    ),
+    "accelerate_loop.py": Shown(OF_A_TRAINER, launcher="torchrun", needs="accelerate"),
+    "huggingface_trainer.py": Shown(OF_A_TRAINER, launcher="torchrun", needs="transformers"),
+    "lightning_trainer.py": Shown(OF_A_TRAINER, needs="lightning"),
     "compressed_gradients.py": Shown(
-        r"accuracy: (\d+\.\d)%",
-        alone=r"^sent by each worker: 0\.0 kB$",
+        accuracy=r"accuracy: (\d+\.\d)%",
         # 240 steps of all-reduces, 2 · 3/4 · 4 bytes per element: 2 · (rows + columns) of each
         # matrix, and all biases: 240 · 1.5 · 4 · (2 · (192 + 256 + 138) + 266)
         together=r"^sent by each worker: 2070\.7 kB$",
-        slow=True,
     ),
     "gossip.py": Shown(
-        MEAN_MODEL,
-        alone=r"^sent by each worker: 0\.0 kB$",
         # 240 steps, two neighbors, 4 bytes per element: both sides of each matrix, and all biases:
         # 2 · 4 · 240 · (64 + 128 + 128 + 128 + 128 + 10 + 128 + 128 + 10)
         together=r"^sent by each worker: 1635\.8 kB$",
+        slow=False,
     ),
     "gpt.py": Shown(
-        MEAN_MODEL,
-        alone=r"^sent by each worker: 0\.0 kB$",
         # 8 rounds, two neighbors, 4 bytes per element: each side of each matrix four times, and all
         # vectors: 8 · 2 · 4 · (4 · (256 + 64 + 3 · 2 · (4 · 64 + 256 + 64)) + 7 · 64)
         together=r"^sent by each worker: 995\.3 kB$",
         least=40.0,
-        slow=True,
     ),
     "ddp_hook.py": Shown(
-        MEAN_MODEL,
-        alone=r"^sent by each worker: 0\.0 kB$",
         together=r"^sent by each worker: 1635\.8 kB$",  # as gossip.py
-        slow=True,
     ),
     "huggingface_module.py": Shown(
-        MEAN_MODEL,
-        alone=r"^sent by each worker: 0\.0 kB$",
         together=r"^sent by each worker: 817\.9 kB$",  # as gossip.py, with 2 bytes per element
-        slow=True,
     ),
     "model_averager.py": Shown(
-        MEAN_MODEL,
-        alone=r"^sent by each worker: 0\.0 kB$",
         together=r"^sent by each worker: 409\.0 kB$",  # gossip.py in every fourth step
-        slow=True,
     ),
     "plain_loop.py": Shown(
-        MEAN_MODEL,
-        alone=r"^sent by each worker: 0\.0 kB$",
         # 20 · 11 steps: 2 · 4 · 220 · (64 + 128 + 128 + 10 + 128 + 128 + 128 + 10)
         together=r"^sent by each worker: 1274\.2 kB$",
-        slow=True,
     ),
 }

@@ -17,7 +17,7 @@ from powergossip.events.worker import Policy, Worker
 from powergossip.network import Network
 from powergossip.parameters import Layout
 from tests.harness.averaging import graph
-from tests.harness.quadratics import Quadratics
+from tests.harness.quadratics import SGD, Quadratics
 
 # Averaging rules in edge form, by name: method and options.
 EXCHANGES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -32,19 +32,12 @@ EXCHANGES: dict[str, tuple[str, dict[str, Any]]] = {
     "qsgd by size": ("choco", {"compressor": "qsgd", "unbiased": True}),
 }  # fmt: skip
 SHAPES = ((6, 5), (6, 5), (4, 7), (7,), (5, 1))
-
-
-class SGD:
-    """A local optimizer of one row."""
-
-    def __init__(self, x: Tensor, rate: float):
-        self.rate, self._x = rate, x
-
-    def step(self, gradient: Tensor) -> None:
-        self._x.sub_(gradient, alpha=self.rate)
-
-    def displacement(self, direction: Tensor) -> Tensor:
-        return -self.rate * direction
+LATE: dict[str, Any] = {  # a scenario
+    "speeds": {1: 0.25, 4: 0.7},
+    "jitter": 0.3,
+    "latency": 0.3,
+    "late": {"fraction": 0.2, "seconds": 3.0},
+}
 
 
 def start(workers: int, dtype: torch.dtype, seed: int = 0, shapes: Any = SHAPES) -> Tensor:
@@ -87,7 +80,7 @@ def averaging_clock(
     def make(index: int, view: View, steps: int) -> Worker:
         row = x[index : index + 1]
         buffers = rules.Buffers(row, row.clone(), layout)
-        own = rules.DPSGD(rules.Workers(network, lambda _: rule, buffers, rules.NoUpdate()))
+        own = rules.DPSGD(rules.Workers(network, lambda _: rule, buffers, SGD(0.0).of(row)))
         return Worker(index, members, rule, own, policy, view, steps)
 
     drawn = scenario.read(values or {}, n, seed)
@@ -120,7 +113,7 @@ def learners(
 
     def make(index: int, view: View, steps: int) -> Worker:
         own = slice(index, index + 1)
-        x, g, local = problem.x[own], problem.grad[own], SGD(problem.x[own], first)
+        x, g, local = problem.x[own], problem.grad[own], SGD(first).of(problem.x[own])
         own_optimizers[index], of_rule = local, dict(rule_options or {})
         if "overlapping" in known:
             of_rule.setdefault("overlapping", learning != "diloco")
@@ -170,6 +163,8 @@ def settled(worker: Worker, updated: bool | None = None) -> Tensor:
     if updated and not rule.overlapping:
         rule.settle()
     found = rule.x + rule.second if isinstance(rule, rules.A2CiD2) else rule.variables().clone()
+    if isinstance(rule, rules.KGT):  # z is of one round, and a late exchange changes it at one end
+        found = torch.cat([rule.x, state["c"]], 1)
     rule.x.copy_(x)
     rule.load_variables(state)
     return found[0].double()

@@ -27,14 +27,12 @@ Points, of which `count` is the one with that index:
     row       a row of measurements, from 1. With SIGKILL half of it is written
     end       the last block of a run. figure: its figure
 
-For short: {"kill": {process: step}, "error": {process: step}, "exit": {process: step},
-"stop": {process: [step, seconds]}, "save": process}, where the last one is killed in the second
-checkpoint. Processes that are left print a row in JSON with
-digests of their models, or with the error.
+Processes that reach the end print a row in JSON for each of their workers, with a digest of x.
 """
 
 import faulthandler
 import hashlib
+import itertools
 import json
 import os
 import resource
@@ -43,14 +41,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import train
-from powergossip.errors import BadInput, Stopped
-from powergossip.events.wall_clock import WallClock
 from powergossip.network.resilient.messages import Wire
 from powergossip.runs import checkpoints, configuration
 from powergossip.runs.metrics import MetricsLog
@@ -64,27 +58,9 @@ from tests.harness.system_calls import moments
 plan: dict[str, Any] = json.loads(sys.argv[1])
 process = os.environ.get("OMPI_COMM_WORLD_RANK", "0")
 log = f"{plan['log']}-{process}" if "log" in plan else os.devnull
+own = [event for event in plan.get("events", ()) if str(event["process"]) == process]
 found: list[Trainer] = []
-counts: Counter[str] = Counter()
-gaps = {"longest": 0.0, "overshoot": 0.0}  # seconds between steps, and after deadlines
-late = 0  # exchanges
-
-
-def events() -> list[dict[str, Any]]:
-    listed = list(plan.get("events", ()))
-    for kind, signal_name in (("kill", "SIGKILL"), ("error", "ERROR"), ("exit", "EXIT")):
-        for key, step in plan.get(kind, {}).items():
-            event = {"process": int(key), "point": "step", "count": step}
-            listed.append(event | {"signal": signal_name})
-    for key, (step, seconds) in plan.get("stop", {}).items():
-        event = {"process": int(key), "point": "step", "count": step, "signal": "SIGSTOP"}
-        listed.append(event | {"seconds": seconds})
-    if "save" in plan:
-        listed.append({"process": plan["save"], "point": "save", "count": 2, "signal": "SIGKILL"})
-    return [event for event in listed if str(event["process"]) == process]
-
-
-own = events()
+system_calls = itertools.count()
 
 
 def at(point: str, count: int, before_kill: Callable[[], Any] = lambda: None) -> None:
@@ -121,32 +97,28 @@ def launcher() -> int:
     return int(os.environ["PMIX_NAMESPACE"].rpartition("@")[0].rpartition("-")[2])
 
 
-def counted(point: str) -> int:
-    counts[point] += 1
-    return counts[point]
-
-
-def before(point: str, function: Any, first: int = 1) -> Any:
-    """The function, with a point before each call."""
+def before(
+    owner: Any, name: str, point: str, first: int = 1, half: Callable[..., Any] = lambda *_: None
+) -> None:
+    """Put a point before each call of a function. half: what is written before a SIGKILL there."""
+    function, indices = getattr(owner, name), itertools.count(first)
 
     def call(*arguments: Any, **options: Any) -> Any:
-        at(point, counted(point) - 1 + first)
+        at(point, next(indices), lambda: half(*arguments))
         return function(*arguments, **options)
 
-    return call
+    setattr(owner, name, call)
+
+
+def step(steps: int) -> None:
+    time.sleep(plan.get("pace", {}).get(process, 0))
+    at("step", steps)
 
 
 def with_steps(compute: Any) -> Any:
-    last = [time.monotonic()]
-
     def gradient(self: EdgeWorkers, worker: int, steps: int) -> None:
-        if steps > 2:
-            gaps["longest"] = max(gaps["longest"], time.monotonic() - last[0])
-        last[0] = time.monotonic()
         if worker == min(self.rows):
             step(steps)
-        if own:
-            last[0] = time.monotonic()
         compute(self, worker, steps)
 
     return gradient
@@ -160,46 +132,12 @@ def with_common_steps(take: Any) -> Any:
     return train_step
 
 
-def step(steps: int) -> None:
-    time.sleep(plan.get("pace", {}).get(process, 0))
-    at("step", steps)
-
-
-def with_lateness(find_late: Any) -> Any:
-    def find(self: WallClock, worker: Any) -> None:
-        global late
-        now = time.monotonic()
-        for j in worker.waiting_for() if self.survives else ():
-            if now > (due := self._due(worker.index, j)):
-                late += 1
-                gaps["overshoot"] = max(gaps["overshoot"], now - due)
-        find_late(self, worker)
-
-    return find
-
-
-def with_parts(write: Any) -> Any:
-    def part(path: Path, *arguments: Any) -> Any:
-        at("save", counted("save"), lambda: path.write_bytes(b"half"))
-        return write(path, *arguments)
-
-    return part
-
-
 def with_calls(save: Any) -> Any:
     def saved(self: checkpoints.Checkpoints, *arguments: Any, **options: Any) -> None:
-        with moments(lambda _: at("call", counted("call") - 1)):
+        with moments(lambda _: at("call", next(system_calls))):
             save(self, *arguments, **options)
 
     return saved
-
-
-def with_rows(write: Any) -> Any:
-    def row(self: MetricsLog, *arguments: Any) -> Any:
-        at("row", counted("row"), lambda: self._file.write(b'{"name": "half'))
-        return write(self, *arguments)
-
-    return row
 
 
 def with_making(begin: Any) -> Any:
@@ -212,39 +150,35 @@ def with_making(begin: Any) -> Any:
     return init
 
 
+def half_a_row(self: MetricsLog, *_: Any) -> None:
+    self._file.write(b'{"name": "half')
+
+
 EdgeWorkers.compute = with_steps(EdgeWorkers.compute)  # type: ignore[method-assign]
 Together.train_step = with_common_steps(Together.train_step)  # type: ignore[method-assign]
-WallClock.find_late = with_lateness(WallClock.find_late)  # type: ignore[method-assign]
-Wire.send = before("message", Wire.send, first=0)  # type: ignore[method-assign]
-checkpoints.write_part = with_parts(checkpoints.write_part)
-checkpoints.Checkpoints.publish = before(  # type: ignore[method-assign]
-    "publish", checkpoints.Checkpoints.publish
-)
 checkpoints.Checkpoints.save = with_calls(  # type: ignore[method-assign]
     checkpoints.Checkpoints.save
 )
-MetricsLog.write = with_rows(MetricsLog.write)  # type: ignore[method-assign]
 Trainer.__init__ = with_making(Trainer.__init__)  # type: ignore[method-assign]
-Trainer.end = before("end", Trainer.end)  # type: ignore[method-assign]
-Evaluation.__call__ = before("evaluate", Evaluation.__call__)  # type: ignore[method-assign]
-construction.make_task = before("load", construction.make_task)
 if not plan.get("report", True):
     recorder.report = lambda *_: None
-recorder.report = before("figure", recorder.report)
+before(Wire, "send", "message", first=0)
+before(checkpoints, "write_part", "save", half=lambda path, *_: path.write_bytes(b"half"))
+before(checkpoints.Checkpoints, "publish", "publish")
+before(MetricsLog, "write", "row", half=half_a_row)
+before(Trainer, "end", "end")
+before(Evaluation, "__call__", "evaluate")
+before(construction, "make_task", "load")
+before(recorder, "report", "figure")
 if "dump" in plan:
     faulthandler.dump_traceback_later(plan["dump"], file=open(log, "a"))  # noqa: SIM115
 if process in plan.get("files", {}):
     most = plan["files"][process]
     resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
-row: dict[str, Any] = {"process": int(process)}
 
 
 def main(arguments: list[str]) -> None:
-    try:
-        train.main(["log_verbosity=0", *arguments[2:], "--output-dir", arguments[1]])
-    except (BadInput, Stopped) as error:
-        print(json.dumps(row | {"error": str(error)}), flush=True)
-        raise
+    train.main(["log_verbosity=0", *arguments[2:], "--output-dir", arguments[1]])
 
 
 configuration.run_entry_point(main)
@@ -252,7 +186,6 @@ configuration.run_entry_point(main)
 network = trainer.network
 for worker, x, bits in zip(network.workers, trainer.parameters.x, network.bits, strict=True):
     digest = hashlib.sha256(x.numpy().tobytes()).hexdigest()
-    row |= {"worker": worker, "digest": digest, "bits": int(bits)}
-    row |= {**gaps, "late": late, "seconds": trainer.execution.watch.seconds}
+    row = {"process": int(process), "worker": worker, "digest": digest, "bits": int(bits)}
     sys.stdout.write(json.dumps(row) + "\n")
 sys.stdout.flush()

@@ -224,16 +224,16 @@ def main() -> types.CodeType | None:
         sys.exit(bound(place, *rest))
     if role == "stand-in":
         sys.exit(stand_in(place, *rest))
-    for module in rest:
-        with suppress(ModuleNotFoundError):  # a package that only other programs need
-            __import__(module)
-    for folder in filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)):
-        sys.path.remove(folder)  # each fork has folders of its own
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(place)
-        listener.listen(64)
-        gc.freeze()
+        listener.listen(64)  # clients may wait already
         print("ready", flush=True)
+        for module in rest:
+            with suppress(ModuleNotFoundError):  # a package that only other programs need
+                __import__(module)
+        for folder in filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)):
+            sys.path.remove(folder)  # each fork has folders of its own
+        gc.freeze()
         request = serve(listener)
     return None if request is None else become(request)
 

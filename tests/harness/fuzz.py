@@ -27,10 +27,9 @@ from tests.harness.fuzz_cases import Case, draw, read
 DRIVERS: dict[str, Callable[[Case], str]] = {
     "virtual": fuzz_virtual.run,
     "processes": fuzz_processes.run,
-    "publishing": fuzz_processes.run,
 }
 # Seconds of a case, or else it hangs. Real processes have limits of their own.
-LONGEST = {"virtual": 60, "processes": 3600, "publishing": 3600}
+LONGEST = {"virtual": 60, "processes": 3600}
 FOLDER = Path("output/fuzz")
 
 

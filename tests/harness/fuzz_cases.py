@@ -7,7 +7,6 @@ A case has these keys:
     stop_after    # on the virtual clock: the step after which a signal stops the run
     processes     # in real processes: their number
     plan          # how they fail, see tests/harness/failing.py
-    disk          # the size of the disk of the output folder, in KiB. 0: unlimited
 """
 
 from collections.abc import Mapping
@@ -39,7 +38,12 @@ class Case:
     stop_after: int = 0
     processes: int = 1
     plan: Mapping[str, Any] = field(default_factory=dict)
-    disk: int = 0
+
+    @property
+    def due(self) -> list[int]:
+        """The epochs that have an evaluation."""
+        epochs, interval = self.train["num_epochs"], self.train["evaluation_interval"]
+        return [e for e in range(1, epochs + 1) if e % interval == 0 or e == epochs]
 
     def write(self, file: Path) -> None:
         """Write the case to a file."""
@@ -51,6 +55,15 @@ class Case:
 def read(file: Path) -> Case:
     """Read a case from a file."""
     return Case(**yaml.safe_load(file.read_text()))
+
+
+class Fault(AssertionError):
+    """An invariant that does not hold. The text names it."""
+
+
+def require(holds: bool, invariant: str) -> None:
+    if not holds:
+        raise Fault(invariant)
 
 
 def data(n_samples: int = N_SAMPLES) -> Datasets:
@@ -92,8 +105,7 @@ class _Draws:
 
 def draw(seed: int, driver: str = "virtual") -> Case:
     """The case of a seed. A few are impossible, and rejected."""
-    kinds = {"virtual": _virtual, "processes": _processes, "publishing": _publishing}
-    return kinds[driver](_Draws(seed))
+    return {"virtual": _virtual, "processes": _processes}[driver](_Draws(seed))
 
 
 def _virtual(d: _Draws) -> Case:
@@ -290,27 +302,23 @@ def _processes(d: _Draws) -> Case:
         plan["report"] = False  # it takes longer than the rest
     if d.chance(0.4):
         plan["pace"] = {str(p): d.number(0.0, 0.03) for p in range(size) if d.chance(0.5)}
-    disk = 0
     if d.chance(0.12):
-        if d.chance(0.5):
-            plan["files"] = {str(d.integer(0, size - 1)): 1000 * d.integer(1, 40)}
-        else:
-            disk = d.integer(16, 120 * size)
-    return Case("processes", values, processes=size, plan=plan, disk=disk)
+        plan["files"] = {str(d.integer(0, size - 1)): 1000 * d.integer(1, 40)}
+    if d.chance(0.2):
+        plan = _publishing(d, values, size)
+    return Case("processes", values, processes=size, plan=plan)
 
 
 _CALLS = 60  # moments of process 0 while a checkpoint is saved, at least
 
 
-def _publishing(d: _Draws) -> Case:
+def _publishing(d: _Draws, values: dict[str, Any], size: int) -> dict[str, Any]:
     """Processes end or stop at system calls while they save a checkpoint."""
-    drawn = _processes(d)
-    loss = {"on_worker_loss": "continue", "worker_timeout": _TIMEOUTS[0]}
-    values = {**drawn.train, **loss, "checkpoint_interval": 1}
+    values |= {"on_worker_loss": "continue", "worker_timeout": _TIMEOUTS[0]}
+    values["checkpoint_interval"] = 1
     most = values["num_epochs"] * _CALLS - 1
-    lost = range(d.integer(1, drawn.processes - 1))
     events: list[dict[str, Any]] = []
-    for process in lost:
+    for process in range(d.integer(1, size - 1)):
         event = {"process": process, "point": "call", "count": d.integer(0, most)}
         if d.chance(0.5):
             events.append(event | {"signal": "SIGKILL"})
@@ -319,9 +327,8 @@ def _publishing(d: _Draws) -> Case:
             events.append(event | {"signal": "SIGSTOP", "seconds": seconds})
     # The others are still training when a process that was stopped returns.
     steps = values["num_epochs"] * values["max_steps_per_epoch"]
-    pace = {str(process): round(8 / steps, 3) for process in range(drawn.processes)}
-    plan = {"events": events, "report": False, "pace": pace}
-    return Case("publishing", values, processes=drawn.processes, plan=plan)
+    pace = {str(process): round(8 / steps, 3) for process in range(size)}
+    return {"events": events, "report": False, "pace": pace}
 
 
 def _failures(

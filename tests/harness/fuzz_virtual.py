@@ -38,16 +38,12 @@ from powergossip.network import processes
 from powergossip.runs.checkpoints import Checkpoints
 from powergossip.training.asynchronous import OnVirtualClock
 from powergossip.training.config_checks import checked
-from powergossip.training.measurements import Hooks
 from powergossip.training.trainer import Trainer
 from tests.harness.exchanging import settled
-from tests.harness.fuzz_cases import Case
+from tests.harness.fuzz_cases import Case, Fault, require
+from tests.harness.training import recording
 
 ROUNDING = 3e-5  # of sums in single precision, relative to the largest element
-
-
-class Fault(AssertionError):
-    """An invariant that does not hold. The text names it."""
 
 
 def run(case: Case) -> str:
@@ -58,9 +54,9 @@ def run(case: Case) -> str:
         try:
             whole = _built(case, rows)
         except ValueError as error:
-            _require(len(str(error).splitlines()) == 1, f"rejected in one sentence, not {error!r}")
+            require(len(str(error).splitlines()) == 1, f"rejected in one sentence, not {error!r}")
             key = str(error).partition("=")[0].partition(".")[0]
-            _require(key in OmegaConf.structured(train.Config), f"a key is rejected: {error}")
+            require(key in OmegaConf.structured(train.Config), f"a key is rejected: {error}")
             return f"rejected for {key}"
         try:
             with _watched(case, whole):
@@ -75,21 +71,11 @@ def run(case: Case) -> str:
 
 def _built(case: Case, rows: list[dict[str, Any]], **changes: Any) -> Trainer:
     """A run that adds its rows to a list."""
-
-    def keep(name: str, values: Any, tags: Any) -> None:
-        if name != "phase_seconds":
-            rows.append({"name": name, **values, **tags})
-
     resume_from = changes.pop("resume_from", None)
     values: Any = OmegaConf.merge(OmegaConf.structured(train.Config), case.train, changes)
     config = checked(values, processes())
     config.record_order = config.by_edges
-    return Trainer(config, processes(), Hooks(log_metric=keep), resume_from=resume_from)
-
-
-def _require(holds: bool, invariant: str) -> None:
-    if not holds:
-        raise Fault(invariant)
+    return Trainer(config, processes(), recording(rows), resume_from=resume_from)
 
 
 # --- During the run ---
@@ -159,7 +145,7 @@ class _Laws:
             return
         for i, worker in workers.items():
             forgotten = getattr(worker.rule, "duals", {}).keys() <= worker.edges.keys()
-            _require(forgotten, f"worker {i} has forgotten the duals of lost edges")
+            require(forgotten, f"worker {i} has forgotten the duals of lost edges")
             for j in worker.edges:
                 if i < j and j in workers and i in workers[j].edges:
                     self._check_mirrored(i, j)
@@ -168,11 +154,11 @@ class _Laws:
     def _check_weights(self, view: Any) -> None:
         weights = self._members.weights(view)
         W = matrix(weights)
-        _require(bool((W == W.T).all() and (W >= -1e-12).all()), f"W {W} is symmetric, ≥ 0")
-        _require(bool(np.allclose(W.sum(1), 1)), f"rows of W {W} sum to 1")
+        require(bool((W == W.T).all() and (W >= -1e-12).all()), f"W {W} is symmetric, ≥ 0")
+        require(bool(np.allclose(W.sum(1), 1)), f"rows of W {W} sum to 1")
         graph = nx.Graph((i, j) for i, row in weights.items() for j, w in row.items() if w > 0)
         graph.add_nodes_from(weights)
-        _require(nx.is_connected(graph), f"{weights} connects the workers alive")
+        require(nx.is_connected(graph), f"{weights} connects the workers alive")
 
     def _check_mirrored(self, i: int, j: int) -> None:
         a, b = self._clock.workers[i].edges[j], self._clock.workers[j].edges[i]
@@ -181,13 +167,13 @@ class _Laws:
         mirrored = {"own": "other", "other": "own"}
         mine = a.end.state_dict()
         other = {mirrored.get(key, key): value for key, value in b.end.state_dict().items()}
-        _require(_same(mine, other), f"edge {i}–{j} has mirrored state after exchange {a.k}")
+        require(_same(mine, other), f"edge {i}–{j} has mirrored state after exchange {a.k}")
         duals: list[Any] = [
             getattr(self._clock.workers[x].rule, "duals", {}).get(y) for x, y in ((i, j), (j, i))
         ]
         if any(dual is not None for dual in duals):
             opposite = None not in duals and torch.equal(duals[0], -duals[1])
-            _require(opposite, f"duals of edge {i}–{j} are opposite after exchange {a.k}")
+            require(opposite, f"duals of edge {i}–{j} are opposite after exchange {a.k}")
 
     def _check_sum(self) -> None:
         """At a quiet point: the workers know each other's state."""
@@ -204,7 +190,7 @@ class _Laws:
             self._view, self._sum = view, total
         assert self._sum is not None
         change = float((total - self._sum).abs().max())
-        _require(change <= ROUNDING * self._largest, f"the sum is conserved, not {change:.2g} off")
+        require(change <= ROUNDING * self._largest, f"the sum is conserved, not {change:.2g} off")
 
 
 def _same(first: Any, second: Any) -> bool:
@@ -223,21 +209,20 @@ def _same(first: Any, second: Any) -> bool:
 
 def _check_rows(case: Case, run: Trainer, rows: list[dict[str, Any]]) -> None:
     """Rows of all workers alive at every evaluation, and those of the last epoch."""
-    epochs, interval = case.train["num_epochs"], case.train["evaluation_interval"]
-    due = {e for e in range(1, epochs + 1) if e % interval == 0 or e == epochs}
+    epochs, due = case.train["num_epochs"], set(case.due)
     tested = [row for row in rows if row["name"] == "accuracy"]
     means = [row["epoch"] for row in tested if row["split"] == "test_avg"]
-    _require(due == {e for e in means if e > 0}, f"rows test_avg of the epochs {due}, not {means}")
+    require(due == {e for e in means if e > 0}, f"rows test_avg of the epochs {due}, not {means}")
     of_workers = {r["worker"] for r in tested if r["split"] == "test" and r["epoch"] == epochs}
-    _require(
+    require(
         of_workers == set(run.execution.view.workers),
         f"rows of the workers {run.execution.view.workers} at the end",
     )
-    _require(run.step == run.total_steps, "the last step is taken")
+    require(run.step == run.total_steps, "the last step is taken")
     if run.execution.view.varies:
         alive = {r["epoch"]: r["value"] for r in rows if r["name"] == "workers"}
-        _require(set(alive) == due, f"rows of the number of workers in {due}")
-        _require(alive[epochs] == len(run.execution.view.workers), "rows count the workers alive")
+        require(set(alive) == due, f"rows of the number of workers in {due}")
+        require(alive[epochs] == len(run.execution.view.workers), "rows count the workers alive")
 
 
 def _check_resume(case: Case, whole: Trainer, rows: list[dict[str, Any]], folder: Path) -> None:
@@ -262,13 +247,9 @@ def _check_resume(case: Case, whole: Trainer, rows: list[dict[str, Any]], folder
     second.train()
     _check_same(whole, second, "a resumed run")
     bits = [run.network.bits.tolist() for run in (whole, second)]
-    _require(bits[0] == bits[1], f"a resumed run sends the same bits, {bits}")
-    keep = (
-        ("value", "bits", "messages", "seconds")
-        if whole.execution.view.varies
-        else ("value", "bits", "messages")
-    )
-    _require(_rows(parts, keep) == _rows(rows, keep), "a resumed run has the same rows")
+    require(bits[0] == bits[1], f"a resumed run sends the same bits, {bits}")
+    keep = ("value", "bits", "messages", *(["seconds"] if whole.execution.view.varies else []))
+    require(_rows(parts, keep) == _rows(rows, keep), "a resumed run has the same rows")
 
 
 def _check_replay(case: Case, whole: Trainer, rows: list[dict[str, Any]], folder: Path) -> None:
@@ -283,20 +264,21 @@ def _check_replay(case: Case, whole: Trainer, rows: list[dict[str, Any]], folder
     run.train()
     _check_same(whole, run, "a replay")
     keep = ("value", "messages", "bits")
-    _require(_rows(again, keep) == _rows(rows, keep), "a replay has the same rows")
+    require(_rows(again, keep) == _rows(rows, keep), "a replay has the same rows")
 
 
 def _check_same(expected: Trainer, found: Trainer, name: str) -> None:
     alive = expected.execution.view.workers
-    _require(
+    require(
         alive == found.execution.view.workers,
         f"{name} has the workers {alive}, not {found.execution.view.workers}",
     )
     x, y = (run.parameters.x[alive] for run in (expected, found))
-    _require(torch.equal(x, y), f"{name} has the same bits, not {float((x - y).abs().max()):.2g}")
+    require(torch.equal(x, y), f"{name} has the same bits, not {float((x - y).abs().max()):.2g}")
 
 
 def _rows(rows: list[dict[str, Any]], keep: tuple[str, ...]) -> list[str]:
     """The rows as text, without measurements of time, except of virtual time."""
     tags = ("name", "epoch", "worker", "split", *keep)
-    return [str({key: row[key] for key in tags if key in row}) for row in rows]
+    kept = [row for row in rows if row["name"] != "phase_seconds"]
+    return [str({key: row[key] for key in tags if key in row}) for row in kept]

@@ -24,6 +24,7 @@ from tests.harness.forks import Fork
 
 ROOT = Path(__file__).parents[2]
 NOT_STARTED = "listener thread failed to start"  # of mpirun, on a busy machine: nothing has run
+SHARED = "TESTS_FORK_SERVER"  # a variable with the socket of a server
 FORKS = Path(__file__).with_name("forks.py")
 # Imported before a fork. None of them starts a thread or MPI (tests/test_launch.py). The project's
 # are what an installation has, also where PYTHONPATH is empty.
@@ -49,7 +50,10 @@ def one_mpirun_at_a_time() -> Iterator[None]:
 
 @functools.cache
 def fork_server() -> str:
-    """The socket of a server that ends with this process. Its socket goes at `end_fork_server`."""
+    """The socket of a server that ends with this process, or of one that all workers of
+    pytest-xdist share. Its socket goes at `end_fork_server`."""
+    if SHARED in os.environ:
+        return os.environ[SHARED]
     folder = tempfile.mkdtemp(prefix="forks-")  # in a short path, as sockets need it
     place = os.path.join(folder, "socket")
     server = subprocess.Popen(

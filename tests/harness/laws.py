@@ -94,11 +94,12 @@ REJECTED = "–"
 BIAS_RATE, BIAS_STEPS = 0.01, 3000  # of pairs without a law
 
 
-def error(law: Law, local: LocalOptimizer | None = None) -> float:
+def error(law: Law, local: LocalOptimizer | None = None, most: int | None = None) -> float:
     """√(mean_i ‖x_i − x*‖²) after the steps of the law. Raises ValueError for a rejected pair.
 
     Args:
         local: The local optimizer for a problem, by default SGD with the rate of the law.
+        most: Largest number of steps, by default those of the law.
     """
     problem = Quadratics()
     topology = "binary-tree" if learning.LEARNING[law.name].relays else "ring"
@@ -111,7 +112,7 @@ def error(law: Law, local: LocalOptimizer | None = None) -> float:
         averaging_options=law.averaging_options,
         **law.options,
     )
-    train(rule, problem, law.steps)
+    train(rule, problem, min(law.steps, most or law.steps))
     return problem.error
 
 

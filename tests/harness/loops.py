@@ -31,7 +31,8 @@ def model(seed: int) -> nn.Module:
 
 def backward(net: nn.Module, worker: int, t: int, weight: float = 1.0) -> None:
     x = gradients(8, Layout([(12,)]), worker, t)
-    (weight * nn.functional.cross_entropy(net(x), x[:, :4].argmax(1))).backward()
+    outputs = net(x.to(next(net.parameters()).dtype))
+    (weight * nn.functional.cross_entropy(outputs, x[:, :4].argmax(1))).backward()
 
 
 def vector(net: nn.Module) -> Tensor:

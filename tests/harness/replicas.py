@@ -34,6 +34,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "moniqua": ("moniqua", {"theta": 2.0}),
     "sign": ("choco", {"compressor": "sign-and-norm"}),
     "qsgd": ("choco", {"compressor": "qsgd"}),
+    "qsgd, rates by size": ("choco", {"compressor": "qsgd", "unbiased": True}),
     "rounding": ("choco", {"compressor": "rounding"}),
     "top-k": ("choco", {"compressor": "top-k", "keep_ratio": 0.3}),
     "random-k": ("choco", {"compressor": "random-k", "keep_ratio": 0.3}),

@@ -114,13 +114,24 @@ def everywhere(model: nn.Module) -> Tensor:
     return torch.stack(processes().gather(numbers(model)))
 
 
-def dense(make: Make, W: Tensor, steps: int, local_steps: int = 1) -> Tensor:
-    """x ← W (x − lr u(g)) of all workers, one after the other, in this process: [worker, D]."""
+def dense(
+    make: Make,
+    W: Tensor,
+    steps: int,
+    local_steps: int = 1,
+    skipped: tuple[int, int] | None = None,
+) -> Tensor:
+    """x ← W (x − lr u(g)) of all workers, one after the other, in this process: [worker, D].
+
+    Args:
+        skipped: A step in which one worker has no local update, and that worker.
+    """
     models = [mlp() for _ in range(N)]
     optimizers = [make(model) for model in models]
     for t in range(steps):
         for worker, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
-            run(model, optimizer, range(t, t + 1), worker)
+            if (t, worker) != skipped:
+                run(model, optimizer, range(t, t + 1), worker)
         if (t + 1) % local_steps == 0:
             for model, x in zip(models, W @ torch.stack([*map(numbers, models)]), strict=True):
                 fill(model, x)

@@ -5,6 +5,7 @@ import platform
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,6 @@ SHARED = [
 ]
 SIGNS = [{"compressor": "sign-and-norm"}]
 OF_EVERY_COMPRESSOR: list[Any] = [*SPARSE, *SHARED, *LEVELS, *SIGNS]
-every_compressor = pytest.mark.parametrize("options", OF_EVERY_COMPRESSOR, ids=str)
 
 needs_compiler = pytest.mark.skipif(kernels.compiled() is None, reason="needs a C compiler")
 
@@ -68,9 +68,11 @@ VALUES: dict[str, Callable[[], Tensor]] = {
 }
 
 
-def with_values(values: list[str]) -> list[tuple[Any, str]]:
-    """A setting of each compressor with all values, and other settings with one."""
-    return with_one_each(OF_EVERY_COMPRESSOR, values, lambda options: options["compressor"])
+ALL_VALUES = [*VALUES, "long"]
+
+
+def compressor(options: dict[str, Any]) -> str:
+    return str(options["compressor"])
 
 
 class Run:
@@ -92,15 +94,15 @@ class Run:
         self._compiled = compiled
 
     def step(self, x: Tensor, replace: Tensor | None = None) -> Tensor:
-        """A step. Returns the messages [worker, bytes]; `replace` takes their place."""
+        """A step. Returns its messages [worker, bytes]; `replace` takes their place."""
         with pytest.MonkeyPatch.context() as patch:
             if not self._compiled:
                 patch.setattr(kernels, "load", lambda network: None)
             conversation = self.averaging.step(x)
             message = next(conversation)
+        sent = message.tensor.clone()
         if replace is not None:
             message.tensor.copy_(replace)
-        sent = message.tensor.clone()
         received = self.network.receive(self.network.post([message]))
         with pytest.raises(StopIteration):
             conversation.send(received[0])
@@ -131,23 +133,6 @@ def fields(averaging: Averaging, message: Tensor) -> Tensor:
 
 
 @needs_compiler
-@pytest.mark.parametrize(("options", "values"), with_values([*VALUES, "long"]))
-def test_encoded_vectors_are_those_of_pytorch(options: dict[str, Any], values: str) -> None:
-    """To the rounding of a norm. Of equal magnitudes, any are the largest."""
-    layout = LONG if values == "long" else LAYOUT
-    ours, theirs = (Run("choco", compiled, layout=layout, **options) for compiled in (True, False))
-    x = normal(4, LONG.size) if values == "long" else VALUES[values]()
-    a, b = (fields(run.averaging, run.step(x.clone())) for run in (ours, theirs))
-    if options["compressor"] == "top-k" and values == "ties":
-        assert_same(a.abs().sum(1), b.abs().sum(1))
-        assert_same(torch.where(a != 0, x, 0), a)
-    else:
-        differ = ~torch.isclose(a, b, rtol=1e-5, atol=0, equal_nan=True)
-        allowed = 1e-4 if options["compressor"] == "qsgd" else 0  # a level rounds the other way
-        assert differ.float().mean() <= allowed
-
-
-@needs_compiler
 @pytest.mark.parametrize("name", ["sign-and-norm", "qsgd"])
 def test_norms_are_sums_in_double_precision(name: str) -> None:
     """Those of equal elements, whose rounding errors add up, to 6e-6 in single precision."""
@@ -173,18 +158,34 @@ def test_too_few_distinct_draws_give_the_positions_of_pytorch(
 
 
 @needs_compiler
-@pytest.mark.parametrize(("options", "values"), with_values([*VALUES]))
-@pytest.mark.parametrize("name", ["choco", "deepsqueeze"])
-def test_messages_are_decoded_as_by_pytorch(
+@pytest.mark.parametrize(
+    ("name", "options", "values"),
+    [
+        *(("choco", *pair) for pair in with_one_each(OF_EVERY_COMPRESSOR, ALL_VALUES, compressor)),
+        *(("deepsqueeze", o, v) for o, v in zip(OF_EVERY_COMPRESSOR, cycle(ALL_VALUES))),
+    ],
+)
+def test_messages_are_encoded_and_decoded_as_by_pytorch(
     name: str, options: dict[str, Any], values: str
 ) -> None:
-    """Copies and errors are the same to the bit, and x is to rounding."""
-    ours, theirs = (Run(name, compiled, **options) for compiled in (True, False))
-    x = VALUES[values]()
-    for _ in range(2):
-        y = x.clone()
-        message = ours.step(x)
-        theirs.step(y, replace=message)
+    """To the rounding of a norm. Of equal magnitudes, any are the largest. Copies and errors are
+    the same to the bit, and x is to rounding."""
+    layout = LONG if values == "long" else LAYOUT
+    ours, theirs = (Run(name, compiled, layout=layout, **options) for compiled in (True, False))
+    x = normal(4, LONG.size) if values == "long" else VALUES[values]()
+    y, before = x.clone(), x.clone()
+    message = ours.step(x)
+    expected = theirs.step(y, replace=message)
+    a, b = (fields(run.averaging, sent) for run, sent in ((ours, message), (theirs, expected)))
+    if options["compressor"] == "top-k" and values == "ties":
+        assert_same(a.abs().sum(1), b.abs().sum(1))
+        assert_same(torch.where(a != 0, before, 0), a)
+    else:
+        differ = ~torch.isclose(a, b, rtol=1e-5, atol=0, equal_nan=True)
+        allowed = 1e-4 if options["compressor"] == "qsgd" else 0  # a level rounds the other way
+        assert differ.float().mean() <= allowed
+    y = x.clone()
+    theirs.step(y, replace=ours.step(x))
     assert_same(state(ours), state(theirs))
     finite = x.isfinite() & y.isfinite()
     scale = 1e15 if values == "large" else 1.0
@@ -193,8 +194,10 @@ def test_messages_are_decoded_as_by_pytorch(
 
 
 @needs_compiler
-@every_compressor
-@pytest.mark.parametrize("name", ["choco", "deepsqueeze"])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    with_one_each(["choco", "deepsqueeze"], OF_EVERY_COMPRESSOR, "choco".__eq__),
+)
 def test_checkpoints_do_not_depend_on_the_compiler(name: str, options: dict[str, Any]) -> None:
     ours, theirs, mixed = (Run(name, compiled, **options) for compiled in (True, False, True))
     x, z = (normal(4, LAYOUT.size) for _ in range(2))
@@ -213,30 +216,33 @@ def test_checkpoints_do_not_depend_on_the_compiler(name: str, options: dict[str,
 
 @needs_compiler
 @pytest.mark.parametrize("topology", ["star", "one-peer-exponential"])
-@pytest.mark.parametrize("values", sorted(set(VALUES) - {"large", "inf"}))
-def test_moniqua_is_that_of_pytorch(topology: str, values: str) -> None:
+def test_moniqua_is_that_of_pytorch(topology: str) -> None:
     """To the bit, also of the messages."""
     theta = torch.tensor([0.25, 0.5, 0.25, 1.0])
-    ours, theirs = (
-        Run("moniqua", compiled, topology, theta=theta, seed=3) for compiled in (True, False)
-    )
-    x = VALUES[values]()
-    y = x.clone()
-    for _ in range(3):
-        assert_same(ours.step(x), theirs.step(y))
-        assert_same(x, y)
-    assert isinstance(ours.averaging, Moniqua)
+    for values in sorted(set(VALUES) - {"large", "inf"}):
+        ours, theirs = (
+            Run("moniqua", compiled, topology, theta=theta, seed=3) for compiled in (True, False)
+        )
+        x = VALUES[values]()
+        y = x.clone()
+        for _ in range(3):
+            assert_same(ours.step(x), theirs.step(y))
+            assert_same(x, y)
+        assert isinstance(ours.averaging, Moniqua)
+
+
+def forget() -> None:
+    kernels.compiled.cache_clear()
+    kernels.agreed.clear()
 
 
 @pytest.fixture
 def forgotten(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """No kernel is loaded in this process, before and after."""
-    for clear in (kernels.compiled.cache_clear, kernels.agreed.clear):
-        clear()
+    forget()
     yield monkeypatch
     monkeypatch.undo()
-    for clear in (kernels.compiled.cache_clear, kernels.agreed.clear):
-        clear()
+    forget()
 
 
 @pytest.mark.parametrize(
@@ -285,8 +291,7 @@ def test_the_bits_are_the_same_with_the_fewest_instructions(
     compiler.chmod(0o755)
     forgotten.setenv("CC", str(compiler))
     forgotten.setenv("XDG_CACHE_HOME", str(tmp_path))
-    kernels.compiled.cache_clear()
-    kernels.agreed.clear()
+    forget()
     assert kernels.name(kernels.compiled()) == "compiled"
     for a, b in zip(computed(), expected, strict=True):
         assert_same(a, b)
@@ -356,8 +361,7 @@ def test_all_processes_use_pytorch_if_one_lacks_a_compiler(forgotten: pytest.Mon
     comm = processes()
     device = torch.device("cpu")
     assert kernels.name(kernels.load_for(comm, device)) == "compiled"
-    kernels.compiled.cache_clear()
-    kernels.agreed.clear()
+    forget()
     if comm.rank == 1:
         forgotten.setenv("CC", "false")
     assert kernels.name(kernels.load_for(comm, device)) == "torch"

@@ -62,17 +62,13 @@ def test_children_have_the_rank_and_cannot_communicate(
     launcher: str, methods: tuple[str, ...], tmp_path: Path
 ) -> None:
     (tmp_path / "children.py").write_text(CHILDREN)
-    path = {"PYTHONPATH": f"{launch.ROOT}:{tmp_path}"}
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     ended = launch.python(
-        *(torchrun if launcher == "torchrun" else ()),
-        "children.py",
+        tmp_path / "children.py",
         *methods,
-        processes=2 if launcher == "mpirun" else None,
+        processes=2,
+        launcher=launcher,
         cwd=tmp_path,
-        fresh=True,
-        variables=path,
-        timeout=180,
+        variables={"PYTHONPATH": f"{launch.ROOT}:{tmp_path}"},
     )
     assert ended.returncode == 0, ended.stderr
     before, everywhere = json.loads(ended.stdout)

@@ -155,15 +155,6 @@ def test_survivors_of_kills_at_random_times_agree_and_go_on(seed: int) -> None:
         assert max(row["detected"].values()) < 5
 
 
-def test_a_stopped_process_catches_up() -> None:
-    rows, errors = surviving("stop", 0.4)
-    assert errors == ""
-    assert len(rows) == 4
-    for row in rows:
-        assert row["members"] == [0, 1, 2, 3]
-        assert min(row["gained"].values()) > 0
-
-
 @pytest.mark.parametrize("hosts", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_process_that_is_busy_for_longer_than_worker_timeout_is_not_lost(hosts: int) -> None:
     """Nor on another host: a heartbeat speaks for it, or one of its host."""

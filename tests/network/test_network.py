@@ -19,6 +19,7 @@ from powergossip import algorithms, topologies
 from powergossip.errors import BadInput
 from powergossip.network import (
     Conversation,
+    Exchange,
     Gather,
     Mean,
     Network,
@@ -58,6 +59,23 @@ def stamp(sender: Tensor, receiver: Tensor) -> Tensor:
     return 100.0 * sender + receiver
 
 
+def started(network: Network, *messages: Any) -> tuple[Exchange, list[Any]]:
+    """A conversation that has begun, and a list for all that it receives, as it lies in memory."""
+    received: list[Any] = []
+
+    def conversation() -> Conversation:
+        received.extend((yield messages))
+
+    return network.start(conversation()), received
+
+
+def exchange(network: Network, *messages: Any) -> list[Any]:
+    """All that a conversation receives."""
+    running, received = started(network, *messages)
+    running.finish()
+    return received
+
+
 def exchanged(network: Network) -> dict[str, Tensor]:
     """One conversation with all kinds of messages. Returns everything received, each [worker]."""
     workers = torch.tensor(network.workers, dtype=torch.float32)
@@ -81,7 +99,7 @@ def exchanged(network: Network) -> dict[str, Tensor]:
     return received
 
 
-def check_arrivals(make: Callable[[topologies.Topology], Network], n: int, name: Any) -> None:
+def check_arrivals(make: Callable[[topologies.Topology], Network], n: int, name: Any) -> Network:
     topology = topologies.make(name, n)
     network = make(topology)
     for t in range(2 * topology.period if topology.period > 1 else 1):
@@ -99,6 +117,7 @@ def check_arrivals(make: Callable[[topologies.Topology], Network], n: int, name:
         for i in network.workers
     ]
     assert bits.tolist() == [320 * degree for degree in degrees]
+    return network
 
 
 @pytest.mark.parametrize("name", [*TOPOLOGIES, *TIME_VARYING])
@@ -110,22 +129,16 @@ def test_messages_arrive_in_one_process(name: str, n: int) -> None:
 @pytest.mark.parallel([2, 3, 4, 8])
 @pytest.mark.parametrize(("hosted", "stage"), HOSTED_AND_STAGED)
 def test_messages_arrive_between_processes(hosted: int, stage: bool) -> None:
+    """Bits and messages do not depend on the layout."""
     n = hosted * processes().size
-    halves = nx.complete_bipartite_graph(n // 2, n - n // 2)  # all neighbors may be elsewhere
+    halves: Any = nx.complete_bipartite_graph(n // 2, n - n // 2)  # all neighbors may be elsewhere
     for name in [*TOPOLOGIES, *TIME_VARYING, halves]:
-        check_arrivals(lambda topology: Network(topology, stage=stage), n, name)
-
-
-@pytest.mark.parallel([2, 3, 4, 8])
-@pytest.mark.parametrize("hosted", [1, 2])
-def test_bits_and_messages_do_not_depend_on_the_layout(hosted: int) -> None:
-    for name in TOPOLOGIES:
-        topology = topologies.make(name, hosted * processes().size)
-        apart, alone = Network(topology), Network(topology, ALONE)
-        exchanged(apart)
-        exchanged(alone)
-        assert apart.gather(torch.tensor(apart.bits)).tolist() == alone.bits.tolist()
-        assert apart.gather(torch.tensor(apart.messages)).tolist() == alone.messages.tolist()
+        apart = check_arrivals(lambda topology: Network(topology, stage=stage), n, name)
+        if name in TOPOLOGIES:
+            alone = Network(apart.topology, ALONE)
+            exchanged(alone)
+            assert apart.gather(torch.tensor(apart.bits)).tolist() == alone.bits.tolist()
+            assert apart.gather(torch.tensor(apart.messages)).tolist() == alone.messages.tolist()
 
 
 @pytest.mark.parallel([2, 3, 4, 8])
@@ -144,20 +157,13 @@ def test_means_are_those_of_one_process(hosted: int, stage: bool) -> None:
         single, double = a[mine].clone(), b[mine].clone()
         sent = Mean(single), ToAll(single), Mean(double)
         for step in range(3):
-            means: list[Tensor] = []
-
-            def conversation(
-                messages: tuple[Mean | ToAll, ...], means: list[Tensor] = means
-            ) -> Conversation:
-                first, _, second = yield messages
-                means.extend([first.clone(), second.clone()])
-
-            alone.run(conversation((Mean(a), ToAll(a), Mean(b))))
-            exchange = apart.start(conversation(sent))
+            exact, _, doubled = exchange(alone, Mean(a), ToAll(a), Mean(b))
+            means = exact.clone(), doubled.clone()
+            running, received = started(apart, *sent)
             for _ in range((7 * comm.rank + 5 * step) % 11):
                 apart.progress()
-            exchange.finish()
-            for mean, expected, x in zip(means[2:], means[:2], (a, b), strict=True):
+            running.finish()
+            for mean, expected, x in zip(received[::2], means, (a, b), strict=True):
                 torch.testing.assert_close(expected, x.mean(0, keepdim=True))
                 if hosted == 3:
                     torch.testing.assert_close(mean, expected)
@@ -179,15 +185,9 @@ def check_gathers(network: Network, dtype: torch.dtype) -> None:
     message = Gather([])
     for step in range(8):
         bits, messages = network.bits.copy(), network.messages.copy()
-        received: list[Tensor] = []
-
-        def conversation(message: Gather = message, received: list[Tensor] = received) -> Any:
-            mean, pieces = yield Mean(torch.ones(network.hosted, 1)), message
-            assert mean.item() == 1
-            received.extend(pieces)
-
         message.pieces = pieces_of(network.workers, step, dtype)
-        network.run(conversation())
+        mean, received = exchange(network, Mean(torch.ones(network.hosted, 1)), message)
+        assert mean.item() == 1
         expected = pieces_of(range(n), step, dtype)
         assert len(received) == n
         for got, want in zip(received, expected, strict=True):
@@ -216,45 +216,24 @@ def test_all_pieces_are_gathered_between_processes(hosted: int, stage: bool) -> 
         check_gathers(Network(topology, stage=stage), dtype)
 
 
-def run_by_progress(network: Network, conversation: Conversation) -> None:
-    """A step of gossip whose messages arrive before `finish` waits for them."""
-    exchange = network.start(conversation)
+@pytest.mark.parallel([2, 4])
+@pytest.mark.parametrize("kind", [ToAll, Mean, Gather])
+def test_long_messages_arrive_by_progress_alone(kind: type[ToAll | Mean | Gather]) -> None:
+    comm = processes()
+    network = Network(topologies.make("ring", comm.size))
+    x = torch.full((1, 3_000_000), float(comm.rank))  # 12 MB: too long for MPI's eager protocol
+    piece = torch.full((1_000_000 * (1 + comm.rank),), float(comm.rank))
+    network.progress()  # nothing is in flight
+    running, received = started(network, Gather([piece]) if kind is Gather else kind(x))  # type: ignore[arg-type]
     begun = time.monotonic()
     while network.in_flight and time.monotonic() < begun + 30:
         network.progress()
     assert not network.in_flight
-    exchange.finish()
-
-
-@pytest.mark.parallel([2, 4])
-def test_long_pieces_arrive_by_progress_alone() -> None:
-    comm = processes()
-    network = Network(topologies.make("ring", comm.size))
-    piece = torch.full((1_000_000 * (1 + comm.rank),), float(comm.rank))
-    received: list[Tensor] = []
-
-    def conversation() -> Conversation:
-        received.extend((yield Gather([piece])))
-
-    run_by_progress(network, conversation())
-    for i, got in enumerate(received):
-        assert len(got) == 1_000_000 * (1 + i)
-        assert (got == i).all()
-
-
-@pytest.mark.parallel([2, 4])
-@pytest.mark.parametrize("kind", [ToAll, Mean])
-def test_long_messages_arrive_by_progress_alone(kind: type[ToAll | Mean]) -> None:
-    comm = processes()
-    network = Network(topologies.make("ring", comm.size))
-    x = torch.full((1, 3_000_000), float(comm.rank))  # 12 MB: too long for MPI's eager protocol
-    received: list[Tensor] = []
-
-    def conversation() -> Conversation:
-        received.append((yield kind(x)))
-
-    network.progress()  # nothing is in flight
-    run_by_progress(network, conversation())
+    running.finish()
+    if kind is Gather:
+        for i, got in enumerate(received[0]):
+            assert torch.equal(got, torch.full((1_000_000 * (1 + i),), float(i)))
+        return
     mean = (comm.size - 1) / 2
     expected = {(comm.rank + step) % comm.size for step in (1, -1)} if kind is ToAll else {mean}
     assert set(received[0].flatten()[::1000].tolist()) == expected
@@ -280,48 +259,6 @@ def test_measuring_is_not_counted() -> None:
     assert network.bits.sum() == network.messages.sum() == 0
 
 
-def test_a_message_sent_again_has_the_new_values() -> None:
-    network = Network(topologies.make("ring", 3), ALONE)
-    message = ToAll(torch.zeros(3, 1))
-    seen = []
-
-    def conversation() -> Conversation:
-        received = yield message
-        seen.append(received[0, :, 0].tolist())
-
-    for step in range(3):
-        message.tensor[:, 0] = 10.0 * step + torch.arange(3)
-        network.run(conversation())
-    assert seen == [[1, 2], [11, 12], [21, 22]]
-    assert network.round == 3
-
-
-def test_messages_are_posted_at_the_start() -> None:
-    """The gradient is computed between start and finish, at the x that was sent."""
-    network = Network(topologies.make("ring", 3), ALONE)
-    x = torch.arange(3.0)[:, None]
-    seen = []
-
-    def conversation() -> Conversation:
-        seen.append((yield ToAll(x)).clone())
-
-    exchange = network.start(conversation())
-    assert not seen
-    exchange.finish()
-    assert seen[0][0, :, 0].tolist() == [1, 2]
-
-
-def exchange_one(network: Network, message: ToAll | ToEach | Mean) -> Tensor:
-    """The tensor received for one message, as it lies in memory."""
-    received: list[Tensor] = []
-
-    def conversation() -> Conversation:
-        received.append((yield message))
-
-    network.run(conversation())
-    return received[0]
-
-
 VIEWS: list[Callable[[Tensor], Tensor]] = [
     lambda x: x,
     lambda x: x[:, :4],
@@ -335,9 +272,9 @@ def test_a_tensor_keeps_its_receive_buffer(view: Callable[[Tensor], Tensor]) -> 
     """Whatever the message object, and also for views that are created in every step."""
     network = Network(topologies.make("ring", 3), ALONE)
     x = torch.zeros(3, 10)
-    first = exchange_one(network, ToAll(view(x)))
+    first = exchange(network, ToAll(view(x)))[0]
     x += 1
-    again = exchange_one(network, ToAll(view(x)))
+    again = exchange(network, ToAll(view(x)))[0]
     assert again.data_ptr() == first.data_ptr()
     assert again.shape == (3, 2, *view(x).shape[1:])
     assert (again == 1).all()
@@ -348,7 +285,7 @@ def test_messages_may_have_other_edges_than_those_of_the_round() -> None:
     network = Network(topologies.make("ring", 4), ALONE)
     chain = network.edges_of(topologies.make("chain", 4).round(0))
     x = torch.arange(4.0)[:, None, None].repeat(1, 2, 1)
-    around, along = exchange_one(network, ToEach(x)), exchange_one(network, ToEach(x, chain))
+    around, along = exchange(network, ToEach(x))[0], exchange(network, ToEach(x, chain))[0]
     assert around[..., 0].tolist() == [[1, 3], [0, 2], [1, 3], [0, 2]]
     assert [along[i, slot, 0] for i, slot in [(0, 0), (1, 0), (1, 1), (3, 0)]] == [1, 0, 2, 2]
     assert network.messages.tolist() == [3, 4, 4, 3]
@@ -371,7 +308,7 @@ def test_messages_that_differ_do_not_share_a_receive_buffer() -> None:
     for t in (0, 1, 2, 3):
         for message in messages:
             network.round = t
-            buffers.add(exchange_one(network, message()).data_ptr())
+            buffers.add(exchange(network, message())[0].data_ptr())
     assert len(network.rounds) == 2
     assert len(buffers) == 2 * len(messages)
 
@@ -379,15 +316,13 @@ def test_messages_that_differ_do_not_share_a_receive_buffer() -> None:
 def test_one_tensor_in_several_messages_at_once() -> None:
     """Each message in flight has a buffer of its own, in one conversation and in several."""
     network = Network(topologies.make("ring", 3), ALONE)
-    x, received = torch.arange(3.0)[:, None], list[Tensor]()
-
-    def conversation() -> Conversation:
-        received.extend((yield ToAll(x), ToAll(x), Mean(x), Mean(x)))
-
-    first, second = network.start(conversation()), network.start(conversation())
+    x = torch.arange(3.0)[:, None]
+    messages = ToAll(x), ToAll(x), Mean(x), Mean(x)
+    (first, received), (second, others) = started(network, *messages), started(network, *messages)
     x += 10  # after posting: nothing changes
-    for exchange in (second, first):
-        exchange.finish()
+    for running in (second, first):
+        running.finish()
+    received += others
     assert len({tensor.data_ptr() for tensor in received}) == 8
     for tensor in received:
         assert tensor[0].flatten().tolist() == ([1, 2] if tensor.ndim == 3 else [1])
@@ -397,13 +332,13 @@ def test_one_tensor_in_several_messages_at_once() -> None:
 def test_new_memory_of_a_tensor_is_sent() -> None:
     network = Network(topologies.make("ring", 3), ALONE)
     x = torch.zeros(3, 4)
-    exchange_one(network, ToAll(x))
+    exchange(network, ToAll(x))
     x.data = torch.ones(3, 4)
-    assert (exchange_one(network, ToAll(x)) == 1).all()
+    assert (exchange(network, ToAll(x))[0] == 1).all()
     message = ToAll(torch.zeros(3, 4))
-    exchange_one(network, message)
+    exchange(network, message)
     message.tensor = torch.ones(3, 5)
-    assert (exchange_one(network, message) == 1).all()
+    assert (exchange(network, message)[0] == 1).all()
 
 
 def test_buffers_are_freed_with_their_tensor_and_with_the_network() -> None:
@@ -416,15 +351,15 @@ def test_buffers_are_freed_with_their_tensor_and_with_the_network() -> None:
     gc.disable()
     try:
         for _ in range(5):
-            exchange_one(network, ToAll(torch.zeros(3, 4)))
-            exchange_one(network, ToAll(x[:, :2]))
-            exchange_one(network, ToAll(x.detach()[:, :2]))  # an owner of its own, gone at once
+            exchange(network, ToAll(torch.zeros(3, 4)))
+            exchange(network, ToAll(x[:, :2]))
+            exchange(network, ToAll(x.detach()[:, :2]))[0]  # an owner of its own, gone at once
         assert alive() == before + 1
-        assert (exchange_one(network, ToAll(torch.ones(3, 4))) == 1).all()
+        assert (exchange(network, ToAll(torch.ones(3, 4)))[0] == 1).all()
         del x
         assert alive() == before
         x = torch.zeros(3, 4)
-        exchange_one(network, ToAll(x))
+        exchange(network, ToAll(x))
         assert alive() == before + 1
         del network
         assert alive() == before
@@ -448,7 +383,7 @@ def test_garbage_in_one_process_does_not_disturb_the_messages(hosted: int) -> No
                 cycle.append(cycle)
                 del cycle
             for kind in (Mean, ToAll, Mean):
-                received = exchange_one(network, kind(values.detach()))
+                received = exchange(network, kind(values.detach()))[0]
                 if kind is Mean:
                     assert (received == (network.n_workers - 1) / 2 + step).all()
                 else:
@@ -545,8 +480,8 @@ def test_long_messages_are_split_and_the_bits_are_the_same(monkeypatch: pytest.M
             rule = algorithms.make(name, network, layout, **options)
             found += [steps(network, rule, x, 3), network.gather(x), network.mean(x)]
             found.append(torch.tensor(network.bits))
-        for pieces in (torch.arange(50.0 * comm.rank), torch.arange(0.0)):
-            network.run(gathering(pieces, found))
+        for piece in (torch.arange(50.0 * comm.rank), torch.arange(0.0)):
+            found += exchange(network, Gather([piece]))[0]
         native = Network(topologies.make("ring", comm.size), all_reduce="native")
         found.append(native.mean(torch.arange(60.0)[None] + comm.rank))
         weight = nn.Parameter(torch.full((9, 7), float(comm.rank)))
@@ -556,9 +491,6 @@ def test_long_messages_are_split_and_the_bits_are_the_same(monkeypatch: pytest.M
         assert gathered.shape == (comm.size, 33, 3)
         comm.broadcast_array(array)
         return [*found, weight.detach(), torch.from_numpy(gathered), torch.from_numpy(array)]
-
-    def gathering(piece: Tensor, found: list[Tensor]) -> Conversation:
-        found += yield Gather([piece])
 
     whole = results()
     monkeypatch.setitem(in_parts.__globals__, "LONGEST", 56)
@@ -589,15 +521,19 @@ class Survivors(Processes):
     size = 2
 
 
-@pytest.mark.parametrize(("device", "staged"), [("cuda", True), ("cpu", False)])
-def test_messages_of_processes_that_can_be_lost_are_staged(device: str, staged: bool) -> None:
-    assert Connection(Survivors(), torch.device(device)).stage == staged
-
-
-@pytest.mark.parametrize("direct", [True, False])
-def test_messages_on_a_gpu_are_staged_unless_the_channel_accepts_its_memory(direct: bool) -> None:
-    channel: Any = SimpleNamespace(direct=direct)
-    assert Connection(Processes(), torch.device("cuda"), channel=channel).stage != direct
+@pytest.mark.parametrize(
+    ("who", "device", "channel", "staged"),
+    [
+        (Survivors(), "cuda", None, True),
+        (Survivors(), "cpu", None, False),
+        (ALONE, "cuda", SimpleNamespace(direct=True), False),  # it accepts the memory of a GPU
+        (ALONE, "cuda", SimpleNamespace(direct=False), True),
+    ],
+)
+def test_messages_on_a_gpu_are_staged_where_they_have_to(
+    who: Processes, device: str, channel: Any, staged: bool
+) -> None:
+    assert Connection(who, torch.device(device), channel=channel).stage == staged
 
 
 def test_counts_are_loaded_from_any_device() -> None:

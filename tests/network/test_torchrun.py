@@ -97,10 +97,10 @@ def test_rows_are_the_same_to_the_bit_and_checkpoints_resume_under_the_other(
         "num_steps=20",
         "algorithm=[power_gossip,sign_choco]",
     ]
-    chosen = RUNS if count == 4 else ("power-gossip", "choco", "dgc", "hook")
+    chosen = RUNS if count == 4 else ("power-gossip", "dgc", "hook")
     runs = {name: [*TINY, *RUNS[name]] for name in chosen}
     runs["consensus"] = [*consensus, "hyperparameter_num_samples=3", "log_verbosity=0"]
-    resumed = ("power-gossip", "dgc")
+    resumed = ("power-gossip", "dgc")[: count // 2]
     runs |= {f"{name}, half": [*runs[name], "num_epochs=1"] for name in resumed}
     for launcher in ("mpirun", "torchrun"):
         ended = launch.python(
@@ -132,6 +132,8 @@ def test_rows_are_the_same_to_the_bit_and_checkpoints_resume_under_the_other(
 @pytest.mark.parametrize(
     ("variables", "arguments", "named"),
     [
+        # One process that hosts all workers, also in a script of sbatch, which has SLURM_NTASKS.
+        ({"WORLD_SIZE": "1", "RANK": "0", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, [], None),
         ({"WORLD_SIZE": "4", "RANK": "0"}, [], "WORLD_SIZE=4"),
         ({"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "0"}, [], "SLURM_STEP_NUM_TASKS=8"),
         (
@@ -150,15 +152,23 @@ def test_rows_are_the_same_to_the_bit_and_checkpoints_resume_under_the_other(
     ids=str,
 )
 def test_a_launch_of_processes_that_nothing_connects_is_bad_input(
-    variables: dict[str, str], arguments: list[str], named: str, tmp_path: Path
+    variables: dict[str, str], arguments: list[str], named: str | None, tmp_path: Path
 ) -> None:
-    for program in ([write_library_program(tmp_path)], ["train.py"]):
-        if program != ["train.py"] and arguments:
+    script = tmp_path / "library.py"
+    script.write_text(
+        "import torch\n"
+        "from powergossip.optimizers import GossipOptimizer\n"
+        "parameters = [torch.nn.Parameter(torch.zeros(2, 2))]\n"
+        "GossipOptimizer(torch.optim.SGD(parameters, lr=0.1), 'power-gossip')\n"
+    )
+    folder = tmp_path / "run"
+    program = ["train.py", *TINY, "n_workers=2", *arguments, "--output-dir", str(folder)]
+    programs = [program] if arguments else [[str(script)], program]
+    for words in programs:
+        ended = launch.python(*words, variables=variables)
+        if named is None:
+            assert ended.returncode == 0, ended.stderr
             continue
-        folder = tmp_path / "run"
-        output = ["--output-dir", str(folder)] if program == ["train.py"] else []
-        script = str(launch.ROOT / program[0])
-        ended = launch.python(script, *arguments, *output, variables=variables, cwd=tmp_path)
         assert ended.returncode == 2
         (line,) = ended.stderr.splitlines()
         assert line.startswith("error: ")
@@ -166,30 +176,23 @@ def test_a_launch_of_processes_that_nothing_connects_is_bad_input(
         assert not folder.exists()
 
 
-def write_library_program(folder: Path) -> str:
-    script = folder / "library.py"
-    script.write_text(
-        "import torch\n"
-        "from powergossip.optimizers import GossipOptimizer\n"
-        "parameters = [torch.nn.Parameter(torch.zeros(2, 2))]\n"
-        "GossipOptimizer(torch.optim.SGD(parameters, lr=0.1), 'power-gossip')\n"
-        "print('alone')\n"
-    )
-    return str(script)
-
-
-@pytest.mark.parametrize(
-    "variables",
-    [{}, {"WORLD_SIZE": "1"}, {"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, {"RANK": "0"}],
-    ids=str,
-)
-def test_one_process_that_hosts_all_workers_is_no_error(
-    variables: dict[str, str], tmp_path: Path
-) -> None:
-    """Also in a script of sbatch, which has SLURM_NTASKS."""
-    arguments = [*TINY, "num_epochs=1", "n_workers=2", "--output-dir", str(tmp_path / "run")]
-    ended = launch.python("train.py", *arguments, variables=variables)
-    assert ended.returncode == 0, ended.stderr
+def pair(folder: Path, *words: str, variables: dict[str, str] | None = None) -> list[str]:
+    """The output of two programs that no launcher connects. Each has its rank as a last word and,
+    if there are variables, as one."""
+    environment = {**os.environ, "PYTHONPATH": str(launch.ROOT), "OMP_NUM_THREADS": "1"}
+    programs = [
+        subprocess.Popen(
+            [*launch.stand_in(), *words, str(rank)],
+            cwd=folder,
+            env=environment | ({**variables, "RANK": str(rank)} if variables else {}),
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    outputs = [program.communicate(timeout=120)[0] for program in programs]
+    assert [program.returncode for program in programs] == [0, 0]
+    return outputs
 
 
 ASKS = """
@@ -222,20 +225,9 @@ def test_the_launcher_decides(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    for how in ("initialized", "gloo"):
-        variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        programs = [
-            subprocess.Popen(
-                [*launch.stand_in(), str(script), how, str(rank)],
-                cwd=tmp_path,
-                env={**os.environ, "PYTHONPATH": str(launch.ROOT), "OMP_NUM_THREADS": "1"}
-                | ({**variables, "RANK": str(rank)} if how == "gloo" else {}),
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(2)
-        ]
-        first, _ = [program.communicate(timeout=100)[0] for program in programs]
+    variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    for how, given in (("initialized", None), ("gloo", variables)):
+        first, _ = pair(tmp_path, str(script), how, variables=given)
         assert first.split() == [how, "2", "gloo"]
 
 
@@ -273,15 +265,7 @@ def test_processes_meet_in_a_file_as_in_published_drivers(tmp_path: Path) -> Non
         "train.output_dir = 'run'\n"
         "train.main()\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(launch.ROOT), "OMP_NUM_THREADS": "1"}
-    commands = [[*launch.stand_in(), "driver.py", str(rank)] for rank in range(2)]
-    started = [
-        subprocess.Popen(c, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
-        for c in commands
-    ]
-    for program in started:
-        _, errors = program.communicate(timeout=120)
-        assert program.returncode == 0, errors
+    pair(tmp_path, "driver.py")
     information = json.loads((tmp_path / "run" / "info.json").read_text())
     assert (information["processes"], information["transport"]) == (2, "gloo")
 
@@ -339,14 +323,13 @@ class Job:
             assert self.program.poll() is None, self.program.communicate()[0]
             time.sleep(0.02)
 
-    def end(self) -> tuple[int, str, float]:
-        """Exit code, output, and seconds until the end."""
-        start = time.monotonic()
+    def end(self) -> tuple[int, str]:
+        """Exit code and output."""
         try:
             text, _ = self.program.communicate(timeout=60)
         finally:
             self.program.kill()
-        return self.program.returncode, text, time.monotonic() - start
+        return self.program.returncode, text
 
 
 @pytest.mark.timeout(150)
@@ -354,9 +337,8 @@ class Job:
 def test_the_end_of_one_process_ends_all(how: str, tmp_path: Path) -> None:
     job = Job(tmp_path, how)
     job.at_step_10()
-    code, text, seconds = job.end()
+    code, text = job.end()
     assert code != 0
-    assert seconds < 10
     if how == "raise":
         assert text.count("RuntimeError: a fault of the user's own") == 1, text
         assert 'driver.py", line' in text
@@ -371,7 +353,7 @@ def test_a_signal_to_torchrun_writes_a_checkpoint(name: str, tmp_path: Path) -> 
     job = Job(tmp_path, "train")
     job.at_step_10()
     job.program.send_signal(signal.Signals[name])
-    _, text, _ = job.end()
+    _, text = job.end()
     last = Checkpoints(tmp_path / "run", Processes()).describe()
     assert last is not None, text
     assert re.search(rf"error: stopped by SIG\w+ after step {last['step']} ", text), text
@@ -386,9 +368,8 @@ def test_sigterm_without_all_processes_gives_up(tmp_path: Path) -> None:
     time.sleep(1)
     for rank in (0, 2):
         os.kill(int((tmp_path / f"process-{rank}").read_text()), signal.SIGTERM)
-    code, text, seconds = job.end()
+    code, text = job.end()
     assert code != 0
-    assert 4 < seconds < 30  # torchrun kills process 1, which is asleep, by SIGTERM
     assert "SIGTERM, without a checkpoint" in text
     assert Checkpoints(tmp_path / "run", Processes()).describe() is None
 

@@ -75,12 +75,6 @@ class Quadratic(nn.Module):
         return nn.utils.parameters_to_vector(self.parameters()).detach().clone()
 
 
-def optimum() -> Tensor:
-    models = [Quadratic(worker) for worker in range(N)]
-    weighted = torch.stack([model.a.double() * model.b for model in models]).sum(0)
-    return weighted / torch.stack([model.a.double() for model in models]).sum(0)
-
-
 def run(model: Quadratic, optimizer: torch.optim.Optimizer, steps: int) -> None:
     """The loop of a user."""
     for _ in range(steps):
@@ -147,7 +141,12 @@ def directly(
     kind = options.pop("local_optimizer", "sgd")
     own = learning.rule(name, kind).directs()
     c = Settings(
-        local_optimizer=kind, learning_rate=1.0, momentum=0.9, nesterov=False, weight_decay=decay
+        local_optimizer=kind,
+        learning_rate=1.0,
+        momentum=0.9,
+        nesterov=False,
+        weight_decay=decay,
+        muon_scale="original",
     )
     local = LocalOptimizer(parameters, c, *((0.0, "sgd") if own else ()))
 
@@ -194,25 +193,11 @@ def test_a_step_is_that_of_the_rule(name: str) -> None:
 @pytest.mark.parallel([4])
 def test_muon_and_adamw_side_by_side_are_local_optimizer_muon() -> None:
     """torch.optim.Muon takes matrices alone, so that the vectors have an optimizer of their own."""
-    model = Quadratic(processes().rank, start=1.0)
-    parameters = Parameters([model])
-    network = Network(topologies.make("ring", N), processes())
-    c = Settings(local_optimizer="muon", learning_rate=0.02, muon_scale="original")
-    local = LocalOptimizer(parameters, c)
-
-    def make(layout: Layout) -> algorithms.Averaging:
-        return algorithms.make("dpsgd", network, layout)
-
-    workers = learning.Workers(network, make, parameters, local)
-    rule = learning.make("dpsgd", workers, "muon", overlapping=False)
-    for _ in range(6):
-        rule.start()
-        model().backward()
-        rule.finish()
-
+    options = {"local_optimizer": "muon", "overlapping": False}
+    expected, bits = directly("dpsgd", PLAIN, [0.02] * 6, 0.0, options)
     own = Quadratic(processes().rank, start=1.0)
     makers = (
-        torch.optim.Muon([own.weight], lr=0.02, weight_decay=0.0),
+        torch.optim.Muon([own.weight], lr=0.02, weight_decay=0.0, nesterov=False),
         torch.optim.AdamW([own.bias], lr=0.02, weight_decay=0.0),
     )
     optimizers = [GossipOptimizer(made, "dpsgd") for made in makers]
@@ -221,51 +206,11 @@ def test_muon_and_adamw_side_by_side_are_local_optimizer_muon() -> None:
         own().backward()
         for optimizer in optimizers:
             optimizer.step()
-    torch.testing.assert_close(own.x, model.x, rtol=1e-4, atol=1e-5)
-    assert sum(optimizer.bits for optimizer in optimizers) == network.bits[0] > 0
+    torch.testing.assert_close(own.x, expected, rtol=1e-4, atol=1e-5)
+    assert sum(optimizer.bits for optimizer in optimizers) == bits > 0
 
 
-# --- Fixed points ---------------------------------------------------------------------------------
-
-# rule, averaging, learning rate, steps, keywords of GossipOptimizer
-EXACT = [
-    ("gradient-tracking", PLAIN, 0.1, 200, {}),
-    pytest.param("gradient-tracking", POWER, 0.05, 600, {}, marks=pytest.mark.slow),
-    ("k-gt", PLAIN, 0.03, 400, {"local_steps": 4}),
-    pytest.param("k-gt", POWER, 0.05, 600, {}, marks=pytest.mark.slow),
-    ("exact-diffusion", PLAIN, 0.1, 300, {}),
-    pytest.param("exact-diffusion", POWER, 0.1, 900, {}, marks=pytest.mark.slow),
-]
-
-
-def error(name: str, averaging: Any, rate: float, steps: int, keywords: dict[str, Any]) -> float:
-    """√(mean_i ‖x_i − x*‖²)"""
-    method, options = averaging
-    model = Quadratic(processes().rank)
-    local = sgd(model, lr=rate)
-    optimizer = GossipOptimizer(local, method, learning=name, **keywords, **options)
-    a, b = model.a.split([ROWS * COLUMNS, ROWS]), model.b.split([ROWS * COLUMNS, ROWS])
-    for _ in range(steps):  # faster than by autograd
-        for parameter, a_k, b_k in zip(model.parameters(), a, b, strict=True):
-            gradient = a_k * (parameter.detach().flatten() - b_k)
-            parameter.grad = gradient.view_as(parameter)
-        optimizer.step()
-    rows = torch.stack(processes().gather(model.x))
-    return float((rows - optimum()).square().sum(1).mean().sqrt())
-
-
-@pytest.mark.parallel([4])
-@pytest.mark.parametrize(("name", "averaging", "rate", "steps", "keywords"), EXACT)
-def test_exact_fixed_points(
-    name: str, averaging: Any, rate: float, steps: int, keywords: dict[str, Any]
-) -> None:
-    assert error(name, averaging, rate, steps, keywords) < 1e-4
-
-
-@pytest.mark.parallel([4])
-@pytest.mark.parametrize("averaging", [PLAIN, POWER])
-def test_that_of_d_psgd_is_far(averaging: Any) -> None:
-    assert error("dpsgd", averaging, 0.1, 100, {}) > 0.5
+# --- The loop -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parallel([4])
@@ -290,28 +235,6 @@ def test_overflowing_gradients_keep_the_mean_of_the_tracked_variable() -> None:
             if name == "gradient-tracking":
                 assert bool(state["v"].any()) == ((t, who.rank) != (1, 2))
         assert model.x.isfinite().all()
-
-
-# --- The loop -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parallel([4])
-def test_messages_overlap_with_the_gradient() -> None:
-    """x and y in one message, before the step."""
-    model = Quadratic(processes().rank)
-    optimizer = GossipOptimizer(sgd(model), "dpsgd", learning="gradient-tracking", overlapping=True)
-    for step in range(1, 3):
-        model().backward()
-        assert optimizer.bits == 2 * 2 * 32 * D * step
-        assert optimizer.messages == 2 * step
-        with pytest.raises(RuntimeError):
-            optimizer.state_dict()
-        optimizer.step()
-    with optimizer.mean_model():
-        assert torch.equal(*processes().gather(model.x)[:2])
-        model().backward()  # sends nothing
-    optimizer.step()
-    assert optimizer.messages == 6
 
 
 @pytest.mark.parallel([4])
@@ -522,47 +445,18 @@ def half(model: nn.Module) -> torch.optim.Optimizer:
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 GT, QG, MT = "gradient-tracking", "quasi-global-momentum", "momentum-tracking"
 REJECTED: dict[str, tuple[Make, str, dict[str, Any], str]] = {
-    "name": (sgd, "dpsgd", {"learning": "d2"}, "^learning=d2: use"),
     "not a name": (sgd, "dpsgd", {"learning": 3}, "^learning=3: use"),
-    "option of d-psgd": (sgd, "dpsgd", {"learning_options": {"momentum": 0.9}}, "^momentum=0.9: "),
     "option": (sgd, "dpsgd", {"learning": GT, "learning_options": {"momentum": 0.9}}, "momentum="),
-    "option of all": (sgd, "dpsgd", {"learning": MT, "learning_options": {"clip": 1.0}}, "clip="),
     "options": (sgd, "dpsgd", {"learning": GT, "learning_options": 3}, "^learning_options=3"),
-    "type": (sgd, "dpsgd", {"learning": QG, "learning_options": {"nesterov": 1}}, "nesterov=1"),
     "range": (sgd, "dpsgd", {"learning": QG, "learning_options": {"momentum": 1.0}}, "momentum=1"),
-    "without effect": (
-        sgd,
-        "dpsgd",
-        {"learning": "relay-sgd", "topology": "chain", "diffusion_rate": 0.3},
-        "^diffusion_rate=0.3: learning=relay-sgd has no such option",
-    ),
-    "dual rate": (
-        sgd,
-        "dpsgd",
-        {"learning": "exact-diffusion", "learning_options": {"dual_rate": 2}},
-        "^dual_rate=2: use a number above 0, at most 1",
-    ),
-    "correction": (
-        sgd,
-        "dpsgd",
-        {
-            "learning": "relay-sgd",
-            "learning_options": {"correction": "no"},
-            "topology": "chain",
-        },
-        "^correction=no: use a number above 0, or auto",
-    ),
     "form": (
         sgd,
         "dpsgd",
         {"learning": QG, "learning_options": {"local_optimizer": "rmsprop"}},
         "local_optimizer=rmsprop",
     ),
-    "biased": (sgd, "choco", {"learning": "exact-diffusion"}, "learning=exact-diffusion"),
-    "not public": (sgd, "dpsgd", {"learning": "beer"}, "learning=beer"),
     "moniqua": (sgd, "moniqua", {"learning": GT}, "learning=gradient-tracking"),
     "weighted": (sgd, "push-sum", {"learning": QG}, "learning=quasi-global-momentum"),
-    "overlapping": (sgd, "dpsgd", {"learning": "k-gt", "overlapping": True}, "^overlapping=True"),
     "local steps": (sgd, "dpsgd", {"learning": GT, "local_steps": 2}, "^local_steps=2"),
     "momentum twice": (partial(sgd, momentum=0.9), "dpsgd", {"learning": MT}, "^momentum=0.9: "),
     "ascent": (partial(sgd, maximize=True), "dpsgd", {"learning": MT}, "^maximize=True: use False"),
@@ -671,8 +565,6 @@ def test_the_state_of_another_rule_is_rejected() -> None:
 
     with pytest.raises(ValueError, match=r"learning='dpsgd' \(here 'gradient-tracking'\)"):
         made(learning=GT).load_state_dict(made().state_dict())
-    with pytest.raises(ValueError, match=r"learning='gradient-tracking' \(here 'dpsgd'\)"):
-        made().load_state_dict(made(learning=GT).state_dict())
     with pytest.raises(ValueError, match=r"momentum=0.8 \(here 0.9\)"):
         made(**beta(0.9)).load_state_dict(made(**beta(0.8)).state_dict())
     other = GossipOptimizer(adam(Quadratic(0)), "dpsgd", process_group=ALONE)
@@ -712,21 +604,21 @@ def test_a_rate_that_is_too_large_for_the_rule_gives_a_warning() -> None:
 # Clipping and the correction of the gradient.
 
 
-def clipped(way: str, method: str) -> float:
-    """The distance from the optimum of a mean of quadratics, with clipped gradients."""
+def clipped(way: str, steps: int) -> Tensor:
+    """The mean model's distance from the optimum of quadratics, with clipped gradients."""
     who = processes()
     a = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)
     b = torch.tensor([4.0, -4.0, 2.0, 8.0], dtype=torch.float64)
     x = nn.Parameter(torch.zeros(2, 2, dtype=torch.float64))
     optimizer = GossipOptimizer(
         torch.optim.SGD([x], lr=0.04),
-        method,
+        "dpsgd",
         learning="diloco",
         local_steps=3,
         learning_options={"gradient_correction": True, "correction_rate": 0.5},
         max_norm=1.0 if way == "max_norm" else None,
     )
-    for _ in range(500):
+    for _ in range(steps):
         optimizer.zero_grad()
         (a[who.rank] * (x - b[who.rank]).square().sum() / 2).backward()
         if way == "correct_":
@@ -735,15 +627,14 @@ def clipped(way: str, method: str) -> float:
             nn.utils.clip_grad_norm_([x], 1.0)
         optimizer.step()
     with optimizer.mean_model():
-        return float((x.detach() - (a * b).sum() / a.sum()).abs().max())
+        return x.detach() - (a * b).sum() / a.sum()
 
 
 @pytest.mark.parallel([4])
 def test_clipped_corrected_gradients_have_no_bias() -> None:
-    assert clipped("max_norm", "all-reduce") < 5e-5
-    assert clipped("max_norm", "dpsgd") < 5e-5
-    assert clipped("correct_", "dpsgd") < 5e-5
-    assert clipped("before the step alone", "dpsgd") > 0.5
+    assert clipped("max_norm", 500).abs().max() < 5e-5
+    torch.testing.assert_close(clipped("correct_", 40), clipped("max_norm", 40), rtol=1e-4, atol=0)
+    assert clipped("before the step alone", 150).abs().max() > 0.5
 
 
 @pytest.mark.parallel([4])

@@ -20,7 +20,6 @@ from tests.harness.user_loop import (
     ALONE,
     OPTIMIZERS,
     barriers_of,
-    dense,
     everywhere,
     fill,
     mixing,
@@ -37,16 +36,6 @@ def averaged(
     model = mlp()
     averager = GossipModelAverager(method, **options)
     return model, PostLocalSGDOptimizer(OPTIMIZERS[local](model), averager), averager
-
-
-@pytest.mark.parallel([4])
-@pytest.mark.parametrize("local", ["momentum", "groups", "adam"])
-def test_it_is_the_dense_computation(local: str) -> None:
-    model, optimizer, averager = averaged(local, "dpsgd")
-    run(model, optimizer, range(10))
-    expected = dense(OPTIMIZERS[local], mixing(), 10)
-    torch.testing.assert_close(everywhere(model), expected, rtol=1e-5, atol=1e-5)
-    assert averager.step == 10
 
 
 @pytest.mark.parallel([4])

@@ -84,11 +84,6 @@ def torch_save(model: nn.Module, folder: Path) -> State:
     return torch.load(folder / "model.pt")
 
 
-def compiled(model: nn.Module, folder: Path) -> State:
-    found = torch_save(torch.compile(model), folder)  # type: ignore[arg-type]
-    return {name.removeprefix("_orig_mod."): value for name, value in found.items()}
-
-
 def pickled(model: nn.Module, folder: Path) -> State:
     (folder / "model.pkl").write_bytes(pickle.dumps(model))
     found: nn.Module = pickle.loads((folder / "model.pkl").read_bytes())
@@ -145,7 +140,7 @@ def hub_model(model: nn.Module, folder: Path) -> State:
 
 
 PROGRAMS = [
-    *(torch_save, compiled, pickled, deep_copy, moving_average, distributed_checkpoint),
+    *(torch_save, pickled, deep_copy, moving_average, distributed_checkpoint),
     *(safetensors_model, safetensors_file, accelerate_model, hub_model),
 ]
 
@@ -170,13 +165,13 @@ def size(folder: Path) -> int:
     return sum(len(content or b"") for content in files_below(folder).values())
 
 
-@pytest.mark.parallel([1, 2])
+@pytest.mark.parallel([2])
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_program_saves_the_model_and_its_parts(
     program: Callable[[Any, Path], State], tmp_path: Path
 ) -> None:
     """All parameters, in a file of the usual size. Training goes on from values that are loaded."""
-    for method in METHODS:
+    for method in METHODS if program is torch_save else (gossip_optimizer, hook):
         model = mlp()
         step = method(model)
         steps(model, step)

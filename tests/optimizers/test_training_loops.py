@@ -173,7 +173,9 @@ def test_a_compiled_training_step_is_the_same(name: str) -> None:
 
 
 @pytest.mark.parallel([2])
-@pytest.mark.parametrize("name", [*LOOPS, "overlapping", "learning", "hook"])
+@pytest.mark.parametrize(
+    "name", ["gossip", "averager", "powersgd", "overlapping", "learning", "hook"]
+)
 def test_a_loop_that_is_over_is_freed(name: str) -> None:
     """A program can train one model after the other: nothing refers to their parameters."""
     group = MPI.COMM_WORLD.Dup()  # whose first optimizer has the barrier at exit
@@ -191,7 +193,7 @@ def test_a_loop_that_is_over_is_freed(name: str) -> None:
 
 
 @pytest.mark.parallel([2])
-@pytest.mark.parametrize("name", ["gossip", "powersgd", "dgc", "ef-sgd", "signsgd"])
+@pytest.mark.parametrize("name", ["gossip", "powersgd"])
 def test_a_buffer_that_differs_is_named(name: str, recwarn: pytest.WarningsRecorder) -> None:
     model = mlp(processes().rank)
     model.append(nn.BatchNorm1d(3))
@@ -246,10 +248,9 @@ RESUMED: dict[str, tuple[Callable[..., Any], float]] = {
 }
 
 
-@pytest.mark.parallel([1, 2])
+@pytest.mark.parallel([2])
 @pytest.mark.parametrize("name", RESUMED)
-@pytest.mark.parametrize("zero", [False, True])
-def test_a_resumed_loop_is_the_same_to_the_bit(name: str, zero: bool) -> None:
+def test_a_resumed_loop_is_the_same_to_the_bit(name: str) -> None:
     """Within a step of several batches, while the learning rate changes."""
     make, momentum = RESUMED[name]
 
@@ -264,8 +265,6 @@ def test_a_resumed_loop_is_the_same_to_the_bit(name: str, zero: bool) -> None:
         model, optimizer, aggregated = run
         for t in steps:
             optimizer.param_groups[0]["lr"] = 0.1 / (1 + t)
-            if zero:
-                optimizer.zero_grad()
             loss(model, processes().rank, t).backward()
             optimizer_step(optimizer, aggregated)
 
@@ -347,7 +346,7 @@ def test_a_step_that_overflows_in_one_process_is_left_out_in_all(name: str) -> N
 
 
 @pytest.mark.parallel([2])
-@pytest.mark.parametrize("name", [*RESUMED, "gossip", "averager"])
+@pytest.mark.parametrize("name", ["powersgd", "gossip", "averager"])
 def test_a_state_is_that_of_a_worker_among_as_many(name: str) -> None:
     """It is no other worker's, as in a file that process 0 alone has written."""
     who = processes()
@@ -376,7 +375,7 @@ def test_a_state_is_that_of_a_worker_among_as_many(name: str) -> None:
         own.load_state_dict({k: v for k, v in state.items() if k not in ("worker", "n_workers")})
 
 
-def test_a_group_beside_a_network_is_rejected() -> None:
+def test_arguments_of_gradient_aggregations_are_checked() -> None:
     network = Network(topologies.make("ring", 1), Processes())
     for make in (
         lambda: PowerSGD(mlp().parameters(), AT_ONCE, network, process_group=ALONE),
@@ -385,6 +384,8 @@ def test_a_group_beside_a_network_is_rejected() -> None:
     ):
         with pytest.raises(ValueError, match="process_group"):
             make()
+    with pytest.raises(ValueError, match=r"^message_dtype=fp8: use float32 or parameter"):
+        PowerSGD(mlp().parameters(), AT_ONCE, process_group=ALONE, message_dtype="fp8")
     assert processes_of(ALONE) is ALONE
 
 
@@ -395,14 +396,6 @@ HALF = [torch.bfloat16, torch.float16]
 
 def half_mlp(dtype: torch.dtype, seed: int = 0) -> nn.Module:
     return mlp(seed).to(dtype)
-
-
-def half_loss(model: nn.Module, worker: int, t: int) -> Tensor:
-    generator = torch.Generator().manual_seed(1000 * worker + t)
-    inputs = torch.randn(8, 6, generator=generator)
-    labels = torch.randint(3, (8,), generator=generator)
-    outputs = model(inputs.to(next(model.parameters()).dtype)).float()
-    return nn.functional.cross_entropy(outputs, labels)
 
 
 @pytest.mark.parallel([4])
@@ -427,24 +420,36 @@ def test_gossip_of_half_precision_is_rounded_once(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parallel([4])
-@pytest.mark.parametrize("message_dtype", ["float32", "parameter"])
-def test_every_method_averages_half_precision(message_dtype: str) -> None:
-    """At a learning rate of 0 it keeps the mean up to rounding, and brings workers together."""
+@pytest.mark.parametrize(
+    ("dtype", "message_dtype"),
+    [
+        (torch.float32, "float32"),
+        (torch.bfloat16, "float32"),
+        (torch.bfloat16, "parameter"),
+    ],
+)
+def test_every_method_keeps_the_mean_and_brings_workers_together(
+    dtype: torch.dtype, message_dtype: str
+) -> None:
+    """At a learning rate of 0, up to the rounding of parameters."""
     for name, method in METHODS.items():
-        model = half_mlp(torch.bfloat16)
+        model = half_mlp(dtype)
         local = torch.optim.SGD(model.parameters(), lr=0.0)
         optimizer = GossipOptimizer(local, **method, message_dtype=message_dtype)
-        model.load_state_dict(half_mlp(torch.bfloat16, processes().rank).state_dict())
+        model.load_state_dict(half_mlp(dtype, processes().rank).state_dict())
         before = everywhere(model).float()
-        for _ in range(20):
+        for _ in range(15):
             optimizer.step()
         after = everywhere(model).float()
-        assert (after.mean(0) - before.mean(0)).abs().max() < 0.02, name
+        rounding = 1e-5 if dtype == torch.float32 else 0.02
+        assert (after.mean(0) - before.mean(0)).abs().max() < rounding, name
+        # Moniqua has noise of size θ.
         assert after.std(0).norm() < 0.6 * before.std(0).norm(), name
 
 
-@pytest.mark.parametrize("compiled", [True, False])
-@pytest.mark.parametrize(("rank", "num_iterations"), [(1, 2), (2, 1)])
+@pytest.mark.parametrize(
+    ("rank", "num_iterations", "compiled"), [(1, 2, True), (2, 1, True), (2, 1, False)]
+)
 def test_rounded_messages_keep_the_mean_of_power_gossip(
     rank: int, num_iterations: int, compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -478,8 +483,10 @@ class Scaled(nn.Module):
 
 
 @pytest.mark.parallel([2])
-@pytest.mark.parametrize("name", ["gossip", "powersgd", "dgc"])
-@pytest.mark.parametrize("message_dtype", ["float32", "parameter"])
+@pytest.mark.parametrize(
+    ("name", "message_dtype"),
+    [("gossip", "float32"), ("powersgd", "parameter"), ("dgc", "float32")],
+)
 def test_models_of_several_precisions_learn(name: str, message_dtype: str) -> None:
     model = Scaled()
     options: dict[str, Any] = {"message_dtype": message_dtype}
@@ -495,7 +502,7 @@ def test_models_of_several_precisions_learn(name: str, message_dtype: str) -> No
         aggregator, take = DGC(model.parameters(), config, **options), dgc.optimizer_step
         optimizer = DGCSGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
     losses = []
-    for t in range(80):
+    for t in range(40):
         generator = torch.Generator().manual_seed(2 * (t % 4) + processes().rank)
         inputs = torch.randn(64, 6, generator=generator)
         value = nn.functional.cross_entropy(model(inputs), inputs[:, :3].argmax(1))
@@ -512,25 +519,15 @@ def test_models_of_several_precisions_learn(name: str, message_dtype: str) -> No
 
 
 @pytest.mark.parallel([2])
-def test_parameter_messages_have_half_the_bits() -> None:
-    counted = {}
+def test_messages_of_powersgd_in_half_precision_have_half_the_bits() -> None:
+    counted = []
     for message_dtype in ("float32", "parameter"):
-        for name in ("powersgd", "dgc"):
-            model = half_mlp(torch.bfloat16)
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            take: Any = optimizer_step
-            aggregator: Any = None
-            if name == "powersgd":
-                aggregator = PowerSGD(model.parameters(), AT_ONCE, message_dtype=message_dtype)
-            else:
-                config = DGCConfig(compress_ratio=1)
-                aggregator = DGC(model.parameters(), config, message_dtype=message_dtype)
-                take = dgc.optimizer_step
-            half_loss(model, 0, 0).backward()
-            take(optimizer, aggregator)
-            counted[name, message_dtype] = aggregator.bits
-    for name in ("powersgd", "dgc"):
-        assert counted[name, "float32"] == 2 * counted[name, "parameter"] > 0
+        model = half_mlp(torch.bfloat16)
+        aggregator = PowerSGD(model.parameters(), AT_ONCE, message_dtype=message_dtype)
+        model(torch.ones(2, 6).bfloat16()).sum().backward()
+        optimizer_step(torch.optim.SGD(model.parameters(), lr=0.1), aggregator)
+        counted.append(aggregator.bits)
+    assert counted[0] == 2 * counted[1] > 0
 
 
 @pytest.mark.parallel([2])
@@ -546,25 +543,14 @@ def test_rounding_errors_of_dgc_are_sent_later() -> None:
         given += gradient
         means = aggregator.aggregate([gradient])
         assert means is not None
+        assert aggregator.bits == (t + 1) * (32 + 8 * (16 + 64))
         applied += means[0]
     kept = aggregator.state_dict()["aggregation"]["kept"].view(6, 4)
     everything = sum(processes().gather(given - kept)) / 2
     torch.testing.assert_close(applied, everything, rtol=1e-4, atol=1e-5)
 
 
-def test_a_bad_message_dtype_is_rejected() -> None:
-    for make in (
-        lambda: GossipOptimizer(
-            OPTIMIZERS["sgd"](mlp()), "dpsgd", process_group=ALONE, message_dtype="fp8"
-        ),
-        lambda: PowerSGD(mlp().parameters(), AT_ONCE, process_group=ALONE, message_dtype="fp8"),
-        lambda: DGC(mlp().parameters(), process_group=ALONE, message_dtype="fp8"),
-    ):
-        with pytest.raises(ValueError, match=r"^message_dtype=fp8: use float32 or parameter"):
-            make()
-
-
-# --- Tied weights and accumulated gradients ------------------------------------------------------
+# --- Tied weights --------------------------------------------------------------------------------
 
 
 class Tied(nn.Module):
@@ -581,7 +567,7 @@ class Tied(nn.Module):
         return y
 
 
-@pytest.mark.parallel([4])
+@pytest.mark.parallel([2])
 @pytest.mark.parametrize("name", LOOPS)
 def test_tied_weights_stay_tied(name: str) -> None:
     model = Tied()
@@ -595,27 +581,6 @@ def test_tied_weights_stay_tied(name: str) -> None:
     assert (numbers(model) - start).abs().max() > 1e-3
     state = model.state_dict()
     assert state["first.weight"].data_ptr() == state["last.weight"].data_ptr()
-
-
-@pytest.mark.parallel([4])
-@pytest.mark.parametrize("name", LOOPS)
-def test_accumulated_gradients_are_those_of_one_batch(name: str) -> None:
-    who = processes()
-
-    def after(parts: int) -> Tensor:
-        model = mlp()
-        _, step = LOOPS[name](model, None)
-        for t in range(2):
-            losses = [loss(model, who.rank, 10 * t + part) / 3 for part in range(3)]
-            if parts == 1:
-                torch.stack(losses).sum().backward()
-            else:
-                for value in losses:
-                    value.backward()
-            step()
-        return numbers(model)
-
-    torch.testing.assert_close(after(3), after(1), rtol=1e-4, atol=1e-5)
 
 
 # --- Overlapping messages ------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """The cost model: exact counts, its equations on cases computed by hand, the program."""
 
 import math
-import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from scipy.sparse import csr_array
 from experiments import prediction as experiment
 from experiments import scale
 from powergossip import prediction, topologies
-from powergossip.errors import BadInput
 from powergossip.network import Network
 from powergossip.parameters import Layout
 from powergossip.prediction import (
@@ -226,22 +224,6 @@ def test_bytes_of_a_round_are_those_of_the_learning_rule(
     )
     assert 8 * 12 * step.sent == pytest.approx(float(network.bits[0]))
     assert 12 * step.messages == pytest.approx(float(network.messages[0]))
-
-
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        ("dgc:local_steps=2", "local_steps=2: use 1 with dgc"),
-        ("dpsgd:local_steps=0", "local_steps=0: use 1 or more"),
-        ("dpsgd:local_steps=3,fragments=2", "fragments=2: use a divisor of local_steps"),
-        ("powersgd:gradient_correction=true", "gradient_correction=True: use false with powersgd"),
-        ("all-reduce:overlapping=true", "overlapping=True: use false with all-reduce"),
-        ("dpsgd:overlapping=2", "overlapping=2: use true or false"),
-    ],
-)
-def test_rounds_that_a_method_cannot_have(text: str, found: str) -> None:
-    with pytest.raises(BadInput, match=re.escape(f"--method {text}: {found}")):
-        program.main([*QUICK, "--rate", "1mbit", "--method", text])
 
 
 def test_an_all_reduce_by_hand() -> None:

@@ -7,6 +7,7 @@ import re
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -20,13 +21,13 @@ from powergossip.runs.files import FIGURE
 from powergossip.runs.metrics import FILE
 from powergossip.runs.output import COMPLETE, ENDING, Output
 from powergossip.training import recorder
+from tests.harness.checkpoints import entry_of
 from tests.harness.helpers import files_below
 
 
 @pytest.fixture
 def config() -> Any:
-    of_each_run = {"log_verbosity": 1, "n_workers": 1}
-    return {"overwrite": False, "tensorboard": False, **of_each_run}
+    return {"overwrite": False, "tensorboard": False, "log_verbosity": 1, "n_workers": 1}
 
 
 @pytest.mark.parametrize("content", ["{", "[1]", ""])
@@ -148,12 +149,8 @@ def test_an_interrupted_write_leaves_the_old_contents(
     with Drafts(tmp_path, 0) as drafts:
         drafts.begin()
         drafts.replace(file.name, b"old", sync)
-
-        def interrupted(self: Path, target: Path) -> None:
-            raise KeyboardInterrupt
-
         with monkeypatch.context() as patch:
-            patch.setattr(Path, "replace", interrupted)
+            patch.setattr(Path, "replace", Mock(side_effect=KeyboardInterrupt))
             with pytest.raises(KeyboardInterrupt):
                 drafts.replace(file.name, b"new", sync)
         assert file.read_text() == "old"
@@ -177,17 +174,6 @@ def test_a_process_changes_nothing_once_another_has_taken_over(tmp_path: Path) -
     assert not (tmp_path / "late").exists()
 
 
-def test_of_equal_scores_the_first_checkpoint_is_the_best(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, Processes())
-    for step, score in enumerate([0.1, 0.5, 0.5, 0.3]):
-        checkpoints.save(step, range(1), {"x": torch.full((1, 2), float(step))}, {}, score)
-    best, last = checkpoints.describe("best"), checkpoints.describe("last")
-    assert best is not None
-    assert last is not None
-    assert (best["step"], last["step"]) == (1, 3)
-    assert checkpoints.load(range(1), "best")["x"].tolist() == [[1.0, 1.0]]
-
-
 def test_a_tree_keeps_its_shape_and_its_other_leaves() -> None:
     tree = {"a": [torch.ones(2), 3, None], "b": {"c": torch.zeros(1), "d": "text"}, "e": (1, 2)}
     doubled = trees.map_tensors(lambda tensor: 2 * tensor, tree)
@@ -198,17 +184,22 @@ def test_a_tree_keeps_its_shape_and_its_other_leaves() -> None:
     assert tree["a"][0].tolist() == [1.0, 1.0], "unchanged"  # type: ignore[index]
 
 
-def test_a_second_checkpoint_of_a_step_does_not_touch_the_first(tmp_path: Path) -> None:
-    """It has a folder of its own: a process killed while it writes leaves the first."""
-    checkpoints = Checkpoints(tmp_path, Processes())
-    folders = []
-    for value in (1.0, 2.0):
-        checkpoints.save(5, range(1), {"x": torch.full((1, 1), value)}, {})
-        entry = checkpoints.describe()
-        assert entry is not None
-        folders.append(entry["folder"])
-    assert folders[0] != folders[1]
-    assert checkpoints.load(range(1))["x"].item() == 2.0
+def test_checkpoints_have_folders_of_their_own_and_the_first_of_equal_scores_is_the_best(
+    tmp_path: Path,
+) -> None:
+    """Also two of a step: a process killed while it writes leaves the first. If a user removes
+    them, the next one is written."""
+    kept, folders = Checkpoints(tmp_path, Processes()), set()
+    for value, (step, score) in enumerate([(0, 0.1), (1, 0.5), (2, 0.5), (3, 0.3), (3, 0.2)]):
+        kept.save(step, range(1), {"x": torch.full((1, 1), float(value))}, {}, score)
+        folders.add(entry_of(tmp_path)["folder"])
+    best, last = entry_of(tmp_path, "best"), entry_of(tmp_path)
+    assert (best["step"], kept.load(range(1), "best")["x"].item()) == (1, 1.0)
+    assert (last["step"], kept.load(range(1))["x"].item()) == (3, 4.0)
+    assert len(folders) == 5
+    shutil.rmtree(tmp_path / "checkpoints")
+    kept.save(4, range(1), {"x": torch.zeros(1)}, {})
+    assert entry_of(tmp_path)["step"] == 4
 
 
 @pytest.mark.long
@@ -220,8 +211,8 @@ def test_a_figure_on_a_full_disk_is_a_sentence(tmp_path: Path) -> None:
         recorder.report(tmp_path, 0, "accuracy")
 
 
-def fail(*_: object) -> None:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+def failing(number: int) -> Mock:
+    return Mock(side_effect=OSError(number, os.strerror(number)))
 
 
 @pytest.mark.parametrize("call", ["os.fsync", "pathlib.Path.replace", "pathlib.Path.rename"])
@@ -233,7 +224,7 @@ def test_a_disk_that_is_full_at_last_is_a_sentence_with_the_path(
     output = Output(str(tmp_path), config)
     kept.save(1, range(1), state, {})
     with monkeypatch.context() as patch:
-        patch.setattr(call, fail)
+        patch.setattr(call, failing(errno.ENOSPC))
         with pytest.raises(
             BadInput, match=f"{tmp_path}.*No space left on device; make room"
         ) as found:
@@ -242,9 +233,7 @@ def test_a_disk_that_is_full_at_last_is_a_sentence_with_the_path(
         if call != "pathlib.Path.rename":
             with pytest.raises(CannotWrite, match=f"{tmp_path}.*No space left on device"):
                 output.add_info({})
-    entry = kept.describe()
-    assert entry is not None
-    assert entry["step"] == 1
+    assert entry_of(tmp_path)["step"] == 1
 
 
 @pytest.mark.parametrize("ending", [None, COMPLETE, "Interrupted"])
@@ -252,7 +241,7 @@ def test_a_failing_close_does_not_hide_another_exception(
     ending: str | None, tmp_path: Path, config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output = Output(str(tmp_path), config)
-    monkeypatch.setattr(output.rows, "close", fail)
+    monkeypatch.setattr(output.rows, "close", failing(errno.ENOSPC))
     if ending == "Interrupted":
         output.close(ending)
     else:
@@ -279,28 +268,13 @@ def test_rows_are_written_again_if_their_file_is_replaced(
     assert rows == [1.0, 2.0, 3.0]
 
 
-def test_checkpoints_go_on_if_a_user_removes_them(tmp_path: Path) -> None:
-    kept = Checkpoints(tmp_path, Processes())
-    for step in (1, 2):
-        kept.save(step, range(1), {"x": torch.zeros(1)}, {})
-        if step == 1:
-            shutil.rmtree(tmp_path / "checkpoints")
-    entry = kept.describe()
-    assert entry is not None
-    assert entry["step"] == 2
-
-
 def test_a_failing_disk_is_no_other_process(
     tmp_path: Path, config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output = Output(str(tmp_path), config)
-
-    def failing(*_: object, **__: object) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
     with monkeypatch.context() as patch:
         for call in ("os.stat", "pathlib.Path.stat", "pathlib.Path.open", "os.fsync"):
-            patch.setattr(call, failing)
+            patch.setattr(call, failing(errno.EIO))
         with pytest.raises(CannotWrite, match="Input/output error"):
             output.add_info({})
     output.close()
@@ -309,14 +283,19 @@ def test_a_failing_disk_is_no_other_process(
 def test_all_files_to_resume_from_are_on_the_disk(
     tmp_path: Path, config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their contents and their names, when a checkpoint is made."""
-    synced, fsync = set(), os.fsync
+    """Contents before a file is in its place, and names when a checkpoint is made."""
+    synced, fsync, moved = set(), os.fsync, Path.replace
 
     def sync(descriptor: int) -> None:
         synced.add(os.fstat(descriptor).st_ino)
         fsync(descriptor)
 
+    def replace(path: Path, target: Path) -> Path:
+        assert path.stat().st_ino in synced, target
+        return moved(path, target)
+
     monkeypatch.setattr("os.fsync", sync)
+    monkeypatch.setattr(Path, "replace", replace)
     folder = tmp_path / "run"
     output = Output(str(folder), config)
     output.add_info({"a": 1})

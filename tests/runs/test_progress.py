@@ -1,6 +1,5 @@
 """Progress: a bar on a terminal, in a log file a line now and then."""
 
-import io
 import os
 import pty
 import select
@@ -49,18 +48,6 @@ def test_a_hidden_progress_shows_nothing(capsys: pytest.CaptureFixture[str]) -> 
     with Progress(3, shown=False) as bar:
         bar.update(3)
     assert capsys.readouterr().err == ""
-
-
-def test_a_terminal_has_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
-    with Progress(3) as bar:
-        bar.update(3)
-    assert "3/3" in terminal.getvalue()
 
 
 @pytest.mark.parametrize("terminal", [True, False])

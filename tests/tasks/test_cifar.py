@@ -19,7 +19,7 @@ from powergossip import tasks
 from powergossip.randomness import generator
 from powergossip.tasks import augmentation, cifar
 from powergossip.tasks.images import ImageClassification, LabeledImages
-from powergossip.tasks.task import TaskOptions
+from tests.harness.small_data import options
 
 FOLDERS = {
     ("Cifar", "python"): "cifar-10-batches-py",
@@ -115,43 +115,40 @@ def write_files(place: Path, name: str, version: str, packed: bool) -> Path:
     return place / folder
 
 
-def options(name: str, folder: Path | None, **changes: Any) -> TaskOptions:
-    defaults: dict[str, Any] = {
-        "task": name,
-        "n_workers": 1,
-        "batch_size": 8,
-        "seed": 1,
-        "decentralized": False,
-        "shuffled_ratio": 0.0,
-        "reshuffle": True,
-        "data_dir": folder,
-        "download": False,
-        "device": torch.device("cpu"),
-    }
-    return TaskOptions(**(defaults | changes))
-
-
 def load(name: str, folder: Path) -> tuple[LabeledImages, LabeledImages]:
-    return {"Cifar": cifar.CIFAR10, "Cifar100": cifar.CIFAR100}[name].load(options(name, folder))
+    format_ = {"Cifar": cifar.CIFAR10, "Cifar100": cifar.CIFAR100}[name]
+    return format_.load(options(task=name, data_dir=folder))
 
 
 # What files say.
 
 
 @pytest.mark.parametrize(("name", "version", "packed"), FORMS)
-@pytest.mark.parametrize("inside", ["", "named as the task"])
 def test_every_form_has_the_same_images(
-    tmp_path: Path, name: str, version: str, packed: bool, inside: str
+    tmp_path: Path, name: str, version: str, packed: bool
 ) -> None:
-    write_files(tmp_path / (name if inside else ""), name, version, packed)
+    """In data_dir, in a folder in it that is named as the task, or in the unpacked folder."""
+    place = write_files(tmp_path / "one", name, version, packed)
+    write_files(tmp_path / "other" / name, name, version, packed)
     *batches, expected_test = contents(name)
-    train, test = load(name, tmp_path)
-    assert np.array_equal(train.images.flatten(1), np.concatenate([data for data, _ in batches]))
-    assert train.labels.tolist() == [label for _, labels in batches for label in labels]
-    assert np.array_equal(test.images.flatten(1), expected_test[0])
-    assert test.labels.tolist() == expected_test[1]
-    assert train.images.shape[1:] == (3, 32, 32)
-    assert (train.images.dtype, train.labels.dtype) == (torch.uint8, torch.int64)
+    for folder in (place.parent, tmp_path / "other", *([] if packed else [place])):
+        train, test = load(name, folder)
+        pixels = np.concatenate([data for data, _ in batches])
+        assert np.array_equal(train.images.flatten(1), pixels)
+        assert train.labels.tolist() == [label for _, labels in batches for label in labels]
+        assert np.array_equal(test.images.flatten(1), expected_test[0])
+        assert test.labels.tolist() == expected_test[1]
+        assert train.images.shape[1:] == (3, 32, 32)
+        assert (train.images.dtype, train.labels.dtype) == (torch.uint8, torch.int64)
+
+
+def test_pickles_of_python_3_are_read_too(tmp_path: Path) -> None:
+    folder = write_files(tmp_path, "Cifar", "python", packed=False)
+    images, labels = contents("Cifar")[0]
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        content = pickle.dumps({b"data": images, b"labels": labels}, protocol)
+        (folder / "test_batch").write_bytes(content)
+        assert np.array_equal(load("Cifar", tmp_path)[1].images.flatten(1), images)
 
 
 def test_pixels_are_red_green_and_blue_row_after_row(tmp_path: Path) -> None:
@@ -165,33 +162,11 @@ def test_pixels_are_red_green_and_blue_row_after_row(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_the_unpacked_folder_itself_will_do(tmp_path: Path, name: str) -> None:
-    folder = write_files(tmp_path, name, "python", packed=False)
-    assert len(load(name, folder)[1].labels) == 7
-
-
-@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
-def test_pickles_of_python_3_are_read_too(tmp_path: Path, protocol: int) -> None:
-    folder = write_files(tmp_path, "Cifar", "python", packed=False)
-    images, labels = contents("Cifar")[0]
-    batch = {b"data": images, b"labels": labels}
-    (folder / "test_batch").write_bytes(pickle.dumps(batch, protocol))
-    assert np.array_equal(load("Cifar", tmp_path)[1].images.flatten(1), images)
-
-
-@pytest.mark.parametrize("name", FILES)
 def test_training_batches_are_cropped_and_flipped(tmp_path: Path, name: str) -> None:
     write_files(tmp_path, name, "python", packed=True)
     task = tasks.make(name, n_workers=2, batch_size=8, seed=1, data_dir=tmp_path)
     assert isinstance(task, ImageClassification)
     assert task.augment is augmentation.crop_and_flip
-    images, labels = task.batch(1, 0, 2)
-    assert images.shape == (8, 3, 32, 32)
-    assert labels.max() < N_LABELS[name]
-    assert task.evaluate(task.model("CNN", 1))["count"] == 7
-    counts = task.label_counts()
-    assert counts is not None
-    assert counts.shape == (2, N_LABELS[name])
 
 
 # Files that are something else.
@@ -236,22 +211,22 @@ GOOD = {b"data": IMAGES, b"labels": [1, 2, 3]}
         (pickle.dumps(GOOD)[:1000], "is damaged"),
         (b"<html>Not Found</html>", "is damaged"),
         (b"\x80\x04" + bytes(100), "is damaged"),
-        (pickle.dumps([1, 2]), "holds a list instead of a dictionary"),
-        (pickle.dumps({b"labels": [1]}), "holds b'labels', but no b'data' of cifar-10"),
+        (pickle.dumps([1, 2]), "is damaged"),
+        (pickle.dumps({b"labels": [1]}), "is damaged.*data"),
         (
             pickle.dumps({b"data": IMAGES, b"fine_labels": [1, 2, 3]}),
-            "holds b'data', b'fine_labels', but no b'labels' of cifar-10",
+            "is damaged.*labels",
         ),
-        (pickle.dumps(GOOD | {b"data": [1, 2]}), "b'data' is no array of bytes"),
-        (pickle.dumps(GOOD | {b"data": IMAGES.astype(float)}), "b'data' is no array of bytes"),
-        (pickle.dumps(GOOD | {b"data": IMAGES[:, 1:]}), r"b'data' is \(3, 3071\) instead of"),
-        (pickle.dumps(GOOD | {b"data": IMAGES.ravel()}), r"b'data' is \(9216,\) instead of"),
-        (pickle.dumps(GOOD | {b"labels": [1, 2.5, 3]}), "b'labels' is no list of whole numbers"),
-        (pickle.dumps(GOOD | {b"labels": 3}), "b'labels' is no list of whole numbers"),
-        (pickle.dumps(GOOD | {b"labels": [1, 2]}), "holds 3 images and 2 labels"),
-        (pickle.dumps(GOOD | {b"labels": [1, 10, 3]}), "holds label 10: use 0 to 9"),
-        (pickle.dumps(GOOD | {b"labels": [1, -1, 3]}), "holds label -1: use 0 to 9"),
-        (pickle.dumps({b"data": IMAGES[:0], b"labels": []}), "holds no images"),
+        (pickle.dumps(GOOD | {b"data": [1, 2]}), "is damaged"),
+        (pickle.dumps(GOOD | {b"data": IMAGES.astype(float)}), "is damaged.*float64"),
+        (pickle.dumps(GOOD | {b"data": IMAGES[:, 1:]}), r"is damaged.*3, 3071"),
+        (pickle.dumps(GOOD | {b"data": IMAGES.ravel()}), r"is damaged.*9216"),
+        (pickle.dumps(GOOD | {b"labels": [1, 2.5, 3]}), "is damaged.*labels of torch.float"),
+        (pickle.dumps(GOOD | {b"labels": 3}), "is damaged"),
+        (pickle.dumps(GOOD | {b"labels": [1, 2]}), "is damaged.*2 labels"),
+        (pickle.dumps(GOOD | {b"labels": [1, 10, 3]}), "is damaged.*labels 0 to 9"),
+        (pickle.dumps(GOOD | {b"labels": [1, -1, 3]}), "is damaged.*labels 0 to 9"),
+        (pickle.dumps({b"data": IMAGES[:0], b"labels": []}), "is damaged.*0 labels"),
     ],
     ids=lambda value: value[:30] if isinstance(value, str) else "",
 )
@@ -267,10 +242,10 @@ def test_damaged_python_files_are_rejected_by_name(
 @pytest.mark.parametrize(
     ("content", "found"),
     [
-        (b"", "holds no images"),
-        (bytes(3074 * 2 - 1), "is truncated, .*: 6147 bytes .* 3074"),
-        (bytes(3073), ".* no file of cifar-100: 3073 bytes"),
-        (b"\0\x64" + bytes(3072), "holds label 100: use 0 to 99"),
+        (b"", "is damaged.*0 labels"),
+        (bytes(3074 * 2 - 1), "is damaged.*6147.*3074"),
+        (bytes(3073), ".* no file of cifar-100: .*3073"),
+        (b"\0\x64" + bytes(3072), "is damaged.*labels 0 to 99"),
     ],
 )
 def test_damaged_binary_files_are_rejected_by_name(
@@ -291,17 +266,15 @@ def test_damaged_archives_are_rejected_by_name(tmp_path: Path) -> None:
         archive.write_bytes(content)
         with pytest.raises(ValueError, match=r"cifar-10-python.tar.gz is damaged or truncated"):
             load("Cifar", tmp_path)
-    with tarfile.open(archive, "w:gz") as tar:
-        tar.addfile(tarfile.TarInfo("cifar-10-batches-py/data_batch_1"))
-    with pytest.raises(
-        ValueError, match=r"tar.gz lacks a file: .*cifar-10-batches-py/data_batch_2"
+    for files, words in (
+        (FILES["Cifar"][:1], "tar.gz lacks a file: .*cifar-10-batches-py/data_batch_2"),
+        (FILES["Cifar"], "tar.gz: data_batch_1 is damaged"),
     ):
-        load("Cifar", tmp_path)
-    with tarfile.open(archive, "w:gz") as tar:
-        for file in FILES["Cifar"]:
-            tar.addfile(tarfile.TarInfo(f"cifar-10-batches-py/{file}"))
-    with pytest.raises(ValueError, match=r"tar.gz: data_batch_1 is damaged"):
-        load("Cifar", tmp_path)
+        with tarfile.open(archive, "w:gz") as tar:
+            for file in files:
+                tar.addfile(tarfile.TarInfo(f"cifar-10-batches-py/{file}"))
+        with pytest.raises(ValueError, match=words):
+            load("Cifar", tmp_path)
 
 
 def test_missing_files_are_named(tmp_path: Path) -> None:
@@ -315,13 +288,3 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
         r"cifar-100-python.tar.gz; cifar-100-binary.tar.gz$",
     ):
         load("Cifar100", tmp_path)
-
-
-def test_shifts_of_all_sizes_occur_in_both_directions() -> None:
-    """By −padding … padding: a pixel in row 8 of 17 arrives in rows 4 to 12, and so for columns."""
-    images = torch.zeros(2000, 17, 17, 1)
-    images[:, 8, 8] = 1
-    moved = augmentation.crop_and_flip(images, np.random.default_rng(0), padding=4)
-    _, rows, columns, _ = moved.nonzero().T
-    assert len(rows) == 2000
-    assert set(rows.tolist()) == set(columns.tolist()) == set(range(4, 13))

@@ -8,12 +8,14 @@ import time
 import types
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
 from powergossip.randomness import generator
 from powergossip.tasks import cifar, data_files, fashion_mnist, texts
+from tests.harness import launch
 from tests.harness.small_data import make_fashion_mnist, options
 
 
@@ -29,49 +31,37 @@ def image_rows(column: str, label: str, shape: tuple[int, ...], count: int) -> l
     ]
 
 
-HUB: dict[tuple[str, str], tuple[str, dict[str, str], dict[str, list[dict[str, Any]]]]] = {
-    # (task, its dataset) → what is asked for, with which arguments, and what is answered
+Rows = list[dict[str, Any]]
+
+
+def images(column: str, label: str, shape: tuple[int, ...]) -> dict[str, Rows]:
+    return {split: image_rows(column, label, shape, n) for split, n in (("train", 13), ("test", 7))}
+
+
+WIKI = {
+    "train": [{"text": ""}, {"text": " = Title = \n"}, {"text": " A <unk> , é . \n"}],
+    "validation": [{"text": " B \n"}],
+    "test": [{"text": ""}, {"text": " A title . \n"}],
+}
+PTB = {
+    "train": [{"sentence": "the cat is N years old"}, {"sentence": "no"}],
+    "validation": [{"sentence": "b"}],
+    "test": [{"sentence": "the dog"}],
+}
+# (task, its dataset) → a name, its arguments, and the answer of the hub
+HUB: dict[tuple[str, str], tuple[str, dict[str, str], dict[str, Rows]]] = {
     ("FashionMNIST", ""): (
         "zalando-datasets/fashion_mnist",
         {},
-        {
-            "train": image_rows("image", "label", (28, 28), 13),
-            "test": image_rows("image", "label", (28, 28), 7),
-        },
+        images("image", "label", (28, 28)),
     ),
-    ("Cifar", ""): (
-        "uoft-cs/cifar10",
-        {},
-        {
-            "train": image_rows("img", "label", (32, 32, 3), 13),
-            "test": image_rows("img", "label", (32, 32, 3), 7),
-        },
-    ),
-    ("Cifar100", ""): (
-        "uoft-cs/cifar100",
-        {},
-        {
-            "train": image_rows("img", "fine_label", (32, 32, 3), 13),
-            "test": image_rows("img", "fine_label", (32, 32, 3), 7),
-        },
-    ),
-    ("LSTM", "wikitext2"): (
-        "Salesforce/wikitext",
-        {"name": "wikitext-2-v1"},
-        {
-            "train": [{"text": ""}, {"text": " = Title = \n"}, {"text": " A <unk> , é . \n"}],
-            "validation": [{"text": " B \n"}],
-            "test": [{"text": ""}, {"text": " A title . \n"}],
-        },
-    ),
+    ("Cifar", ""): ("uoft-cs/cifar10", {}, images("img", "label", (32, 32, 3))),
+    ("Cifar100", ""): ("uoft-cs/cifar100", {}, images("img", "fine_label", (32, 32, 3))),
+    ("LSTM", "wikitext2"): ("Salesforce/wikitext", {"name": "wikitext-2-v1"}, WIKI),
     ("LSTM", "ptb"): (
         "ptb-text-only/ptb_text_only",
         {"revision": "refs/convert/parquet"},
-        {
-            "train": [{"sentence": "the cat is N years old"}, {"sentence": "no"}],
-            "validation": [{"sentence": "b"}],
-            "test": [{"sentence": "the dog"}],
-        },
+        PTB,
     ),
 }
 
@@ -117,8 +107,8 @@ def test_what_is_fetched_is_what_the_hub_has_and_is_kept(
             assert split == [word for line in lines for word in line]
             continue
         image, label = list(rows[0])[:2]
-        images = np.stack([row[image] for row in rows])
-        channels_first = images[:, None] if images.ndim == 3 else images.transpose(0, 3, 1, 2)
+        pixels = np.stack([row[image] for row in rows])
+        channels_first = pixels[:, None] if pixels.ndim == 3 else pixels.transpose(0, 3, 1, 2)
         assert np.array_equal(split.images, channels_first)
         assert split.labels.tolist() == [row[label] for row in rows]
     fetched(task, dataset, download=False)
@@ -145,103 +135,79 @@ def test_texts_of_earlier_downloads_are_enough_without_the_validation_text(
     assert len(hub) == 2
 
 
-def test_fetched_texts_do_not_disturb_each_other(
-    hub: list[tuple[str, dict[str, str]]], nowhere: Path
-) -> None:
-    before = fetched("LSTM", "ptb")
-    fetched("LSTM", "wikitext2")
-    assert fetched("LSTM", "ptb", download=False) == before
-    for folder in {path.parent for path in nowhere.rglob("SHA256SUMS")}:
-        subprocess.run(["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=folder, check=True)
-
-
 def test_the_real_datasets_decode_images_as_is_expected(
     nowhere: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     datasets = pytest.importorskip("datasets")
     pil = pytest.importorskip("PIL.Image")
-    rows = {"train": HUB["Cifar", ""][2]["train"], "test": HUB["Cifar", ""][2]["test"]}
-    answer = datasets.DatasetDict(
-        {
-            split: datasets.Dataset.from_dict(
-                {
-                    "img": [pil.fromarray(row["img"]) for row in rows[split]],
-                    "label": [row["label"] for row in rows[split]],
-                },
-                features=datasets.Features(
-                    {"img": datasets.Image(), "label": datasets.ClassLabel(num_classes=10)}
-                ),
-            )
-            for split in rows
+    rows = HUB["Cifar", ""][2]
+    kinds = {"img": datasets.Image(), "label": datasets.ClassLabel(num_classes=10)}
+    answer = datasets.DatasetDict()
+    for split, of_split in rows.items():
+        columns = {
+            "img": [pil.fromarray(row["img"]) for row in of_split],
+            "label": [row["label"] for row in of_split],
         }
-    )
+        answer[split] = datasets.Dataset.from_dict(columns, features=datasets.Features(kinds))
     monkeypatch.setattr(datasets, "load_dataset", lambda name: answer)
     monkeypatch.setattr(data_files, "out_of_reach", lambda name: None)
     train, _ = fetched("Cifar", "")
-    assert np.array_equal(
-        train.images, np.stack([row["img"] for row in rows["train"]]).transpose(0, 3, 1, 2)
-    )
+    pixels = np.stack([row["img"] for row in rows["train"]])
+    assert np.array_equal(train.images, pixels.transpose(0, 3, 1, 2))
 
 
-@pytest.mark.parametrize(("task", "dataset"), HUB)
-def test_what_is_incomplete_is_not_kept(
+@pytest.mark.parametrize(
+    ("task", "dataset", "rows", "words"),
+    [
+        *((task, dataset, None, "KeyError: 'test'; ") for task, dataset in HUB),
+        (
+            "Cifar",
+            "",
+            image_rows("img", "label", (32, 31, 3), 7),
+            r"ValueError: .* is \(32, 31, 3\) instead of",
+        ),
+    ],
+)
+def test_what_is_incomplete_or_of_another_size_is_not_kept(
     hub: list[tuple[str, dict[str, str]]],
     nowhere: Path,
     task: str,
     dataset: str,
+    rows: Rows | None,
+    words: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     answer = HUB[task, dataset][2]
-    monkeypatch.delitem(answer, "test")
-    with pytest.raises(ValueError, match=rf"{task} are in none of .*: KeyError: 'test'; "):
+    if rows is None:
+        monkeypatch.delitem(answer, "test")
+    else:
+        monkeypatch.setitem(answer, "test", rows)
+    with pytest.raises(ValueError, match=rf"{task} are in none of .*not downloaded: {words}"):
         fetched(task, dataset)
-    assert [path for path in nowhere.rglob("*") if path.is_file()] == []
-    monkeypatch.undo()
-
-
-def test_images_of_another_size_are_not_kept(
-    hub: list[tuple[str, dict[str, str]]], nowhere: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rows = image_rows("img", "label", (32, 31, 3), 7)
-    monkeypatch.setitem(HUB["Cifar", ""][2], "test", rows)
-    with pytest.raises(
-        ValueError, match=r"not downloaded: ValueError: .* is \(32, 31, 3\) instead of"
-    ):
-        fetched("Cifar", "")
     assert [path for path in nowhere.rglob("*") if path.is_file()] == []
 
 
 KILLED = """
-import sys, time
+import os, signal, sys
 from pathlib import Path
 from powergossip.tasks import data_files
 
 def contents():
     yield "first", b"1" * 100_000
-    print("one is written", flush=True)
-    time.sleep(60)
-    yield "second", b"2"
+    os.kill(os.getpid(), signal.SIGKILL)
 
 data_files.write(Path(sys.argv[1]), contents())
 """
 
 
 def test_a_process_that_is_killed_leaves_no_file(tmp_path: Path) -> None:
-    root = Path(__file__).parents[2]
-    process = subprocess.Popen(
-        [sys.executable, "-c", KILLED, str(tmp_path / "folder")],
-        cwd=root,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "one is written\n"
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert [path.name for path in (tmp_path / "folder").iterdir() if path.is_file()] == []
-    data_files.write(tmp_path / "folder", iter([("first", b"1"), ("second", b"2")]))
-    for name, content in (("first", b"1"), ("second", b"2")):
-        assert data_files.read(tmp_path / "folder" / name) == content
+    (tmp_path / "program.py").write_text(KILLED)
+    folder = tmp_path / "folder"
+    assert launch.python(tmp_path / "program.py", folder).returncode == -signal.SIGKILL
+    assert [path.name for path in folder.iterdir() if path.is_file()] == []
+    contents = [("first", b"1"), ("second", b"2")]
+    data_files.write(folder, iter(contents))
+    assert [(name, data_files.read(folder / name)) for name, _ in contents] == contents
 
 
 @pytest.mark.parametrize("done", range(4))
@@ -308,23 +274,17 @@ def test_without_a_network_fetching_fails_soon(
     hub = pytest.importorskip("huggingface_hub")
     pytest.importorskip("datasets")
     monkeypatch.setattr(data_files, "PATIENCE", 0.2)
-
-    def hang(*_: Any, **__: Any) -> None:
-        time.sleep(3)
-
-    monkeypatch.setattr(hub.HfApi, "dataset_info", hang)
-    with pytest.raises(
-        ValueError,
-        match=r"not downloaded: .*hub did not answer within 0.2 s; .*connect to the internet",
+    no_route = ConnectionError("no route\nand much more")
+    for answer, words in (
+        (
+            lambda *_, **__: time.sleep(3),
+            r"not downloaded: .*hub did not answer within 0.2 s; .*to",
+        ),
+        (Mock(side_effect=no_route), r"out of reach \(ConnectionError: no route\); "),
     ):
-        make_fashion_mnist(download=True)
-
-    def refuse(*_: Any, **__: Any) -> None:
-        raise ConnectionError("no route\nand much more")
-
-    monkeypatch.setattr(hub.HfApi, "dataset_info", refuse)
-    with pytest.raises(ValueError, match=r"out of reach \(ConnectionError: no route\); "):
-        make_fashion_mnist(download=True)
+        monkeypatch.setattr(hub.HfApi, "dataset_info", answer)
+        with pytest.raises(ValueError, match=words):
+            make_fashion_mnist(download=True)
     assert not nowhere.exists()
 
 

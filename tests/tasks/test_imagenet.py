@@ -7,14 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from omegaconf import OmegaConf
 from PIL import Image
 
-import train
 from powergossip import tasks
 from powergossip.randomness import generator
 from powergossip.runs import metrics
 from powergossip.tasks.imagenet import ASPECTS, ATTEMPTS, N_RANDOM, Decoder, random_part
+from tests.harness.killed import run
 from tests.harness.small_data import write_imagenet
 
 SMALL = {"image_size": 32, "threads": 2}
@@ -47,19 +46,16 @@ def test_the_folder_is_data_dir_or_in_it_or_in_data(
     assert make(None).samples == {"train": 12, "test": 6}
 
 
-def test_folders_that_do_not_match_are_rejected(folder: Path) -> None:
+def test_folders_that_do_not_match_or_have_no_images_are_rejected(folder: Path) -> None:
+    for path in (folder / "val").rglob("*.JPEG"):
+        path.unlink()
+    with pytest.raises(ValueError, match=r"val has no images"):
+        make(folder)
     (folder / "val" / "n001").rename(folder / "val" / "x001")
     with pytest.raises(ValueError, match=r"val: use .*n001, x001"):
         make(folder)
     (folder / "val").rename(folder / "test")
     with pytest.raises(ValueError, match=r"^data_dir=.*: use a folder with train/.* and val/"):
-        make(folder)
-
-
-def test_a_folder_without_images_is_rejected(folder: Path) -> None:
-    for path in (folder / "val").rglob("*.JPEG"):
-        path.unlink()
-    with pytest.raises(ValueError, match=r"val has no images"):
         make(folder)
 
 
@@ -85,34 +81,25 @@ def test_labels_are_those_of_the_sorted_folders(folder: Path) -> None:
         np.testing.assert_allclose(sorted(found), sorted(w.tolist() for w in wanted), atol=0.01)
 
 
-def test_batches_of_several_workers_are_none_since_each_image_is_augmented(folder: Path) -> None:
-    task: Any = make(folder)
-    assert task.batches(range(2), 0, 0) is None
-
-
 def test_held_out_images_are_no_training_images(folder: Path) -> None:
-    task = make(folder, validation_ratio=0.25)
+    task: Any = make(folder, validation_ratio=0.25)
     assert task.samples == {"train": 9, "valid": 3, "test": 6}
+    assert task.batches(range(2), 0, 0) is None  # each image is augmented by itself
     model = task.model("ResNet18", 1)
     assert task.evaluate(model, "valid")["count"] == 3
 
 
 @pytest.mark.long
-def test_a_run_on_a_folder_has_rows_of_top5_accuracy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_imagenet(tmp_path / "data")
-    monkeypatch.setattr(train, "config", OmegaConf.structured(train.Config))
-    monkeypatch.setattr(train, "output_dir", None)
-    keys = "task=ImageNet task_architecture=ResNet18 batch_size=9 num_epochs=1 optimizer=dpsgd"
-    options = "task_options={image_size: 32, threads: 2}"
-    here = [f"data_dir={tmp_path}/data", "--output-dir", f"{tmp_path}/run"]
-    train.main([*keys.split(), options, "n_workers=2", "log_verbosity=0", *here])
+def test_a_run_on_a_folder_has_rows_of_top5_accuracy(tmp_path: Path) -> None:
+    write_imagenet(tmp_path / "data", n_labels=6, n_train=4)
+    keys = {"task": "ImageNet", "task_architecture": "ResNet18", "batch_size": 5, "num_epochs": 1}
+    of_run = {"n_workers": 2, "optimizer": "dpsgd", "task_options": SMALL, "log_verbosity": 0}
+    run(tmp_path / "run", keys | of_run | {"data_dir": str(tmp_path / "data")})
     rows = metrics.load(tmp_path / "run")
     found = rows[rows["name"] == "top5_accuracy"].groupby("split")["value"].count()
     assert found.to_dict() == {"test": 2, "test_avg": 1}
     facts = json.loads((tmp_path / "run" / "info.json").read_text())
-    assert facts["steps_per_epoch"] == 3  # of 9, 9 and 6 or 7 images
+    assert facts["steps_per_epoch"] == 3  # of 5, 5 and 2 images
 
 
 # The images.
@@ -154,9 +141,11 @@ def picture(folder: Path, columns: int, rows: int, mode: str = "RGB") -> tuple[P
 
 
 def test_evaluation_takes_the_center(tmp_path: Path) -> None:
-    path, pixels = picture(tmp_path, 50, 36)  # 36 = 32 · 8/7, so that nothing is scaled
-    found = Decoder(32, 1).evaluation_image(path)
-    np.testing.assert_array_equal(found, pixels[2:34, 9:41])
+    """A gray image has three equal colors."""
+    for mode in ("RGB", "L"):
+        path, pixels = picture(tmp_path, 50, 36, mode)  # 36 = 32 · 8/7, so that nothing is scaled
+        expected = pixels[2:34, 9:41] if mode == "RGB" else pixels[2:34, 9:41, None].repeat(3, 2)
+        np.testing.assert_array_equal(Decoder(32, 1).evaluation_image(path), expected)
     path, _ = picture(tmp_path, 72, 300)
     assert Decoder(32, 1).evaluation_image(path).shape == (32, 32, 3)
 
@@ -164,15 +153,6 @@ def test_evaluation_takes_the_center(tmp_path: Path) -> None:
 def test_training_images_are_mirrored_or_not(tmp_path: Path) -> None:
     path, _ = picture(tmp_path, 50, 40)
     random = generator(0, "test").random(N_RANDOM)
-    images = []
-    for random[0] in (0.2, 0.7):
-        images.append(Decoder(32, 1).training_image(path, random))
+    images = [Decoder(32, 1).training_image(path, random) for random[0] in (0.2, 0.7)]
     np.testing.assert_array_equal(images[0], images[1][:, ::-1])
     assert not np.array_equal(images[0], images[1])
-
-
-def test_gray_images_have_three_equal_colors(tmp_path: Path) -> None:
-    path, _ = picture(tmp_path, 40, 40, "L")
-    found = Decoder(32, 1).evaluation_image(path)
-    assert found.shape == (32, 32, 3)
-    assert np.array_equal(found[..., 0], found[..., 2])

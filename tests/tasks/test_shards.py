@@ -1,7 +1,6 @@
 """Laws of the shards: partition, order and labels of the samples."""
 
 import math
-import time
 from typing import Any
 
 import numpy as np
@@ -38,29 +37,28 @@ def shards(labels: Tensor | None = None, **changes: Any) -> Shards:
 def test_every_sample_belongs_to_one_worker_in_an_epoch(
     split: dict[str, Any], n_workers: int
 ) -> None:
-    dealt = shards(n_workers=n_workers, **split)
-    for epoch in (0, 1):
-        pieces = [dealt.indices(worker, epoch) for worker in range(n_workers)]
-        assert torch.equal(torch.cat(pieces).sort().values, torch.arange(N_SAMPLES))
-        sizes = [len(piece) for piece in pieces]
-        assert max(sizes) - min(sizes) <= 1
-        assert dealt.steps_per_epoch == (min(sizes) + 6) // 8  # the last with 2 samples or more
+    """Labels need be neither consecutive nor equally frequent."""
+    for labels in (None, torch.tensor([3] * 7 + [90] * 60 + [41] * 36)):
+        dealt = shards(labels, n_workers=n_workers, **split)
+        for epoch in (0, 1):
+            pieces = [dealt.indices(worker, epoch) for worker in range(n_workers)]
+            assert torch.equal(torch.cat(pieces).sort().values, torch.arange(N_SAMPLES))
+            sizes = [len(piece) for piece in pieces]
+            assert max(sizes) - min(sizes) <= 1
+            assert dealt.steps_per_epoch == (min(sizes) + 6) // 8  # the last with 2 or more
 
 
 @pytest.mark.parametrize("split", SPLITS)
 def test_order_depends_on_epoch_worker_and_seed(split: dict[str, Any]) -> None:
-    first = shards(**split).indices(0, 0).tolist()
-    assert first == shards(**split).indices(0, 0).tolist()
-    assert first != shards(**split).indices(0, 1).tolist()
-    assert first != shards(**split).indices(1, 0).tolist()
-    assert first != shards(seed=2, **split).indices(0, 0).tolist()
-
-
-@pytest.mark.parametrize("split", SPLITS)
-def test_shards_are_kept_unless_reshuffled(split: dict[str, Any]) -> None:
-    dealt = shards(**split)
-    early, late = (set(dealt.indices(2, epoch).tolist()) for epoch in (0, 7))
-    assert (early == late) == bool(split)
+    """The samples of a worker too, unless their order alone is random."""
+    dealt, again, other = shards(**split), shards(**split), shards(seed=2, **split)
+    first = dealt.indices(2, 0).tolist()
+    assert first == again.indices(2, 0).tolist()
+    for found in (dealt.indices(2, 7), dealt.indices(1, 0), other.indices(2, 0)):
+        assert first != found.tolist()
+    assert (set(first) == set(dealt.indices(2, 7).tolist())) == bool(split)
+    if split not in ({}, {"decentralized": True}):
+        assert set(first) != set(other.indices(2, 0).tolist())
 
 
 @pytest.mark.parametrize("split", SPLITS)
@@ -82,19 +80,10 @@ def test_the_others_take_over_the_samples_of_lost_workers(
         assert torch.equal(dealt.indices(worker, 3), before[worker])
 
 
-@pytest.mark.parametrize("split", [{"reshuffle": False}, *SPLITS[3:]])
-def test_which_shards_are_kept_depends_on_the_seed(split: dict[str, Any]) -> None:
-    one, same, other = (set(shards(seed=s, **split).indices(2, 0).tolist()) for s in (1, 1, 2))
-    assert one == same != other
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"batch_size": 26},
-            "^batch_size=26: use batch_size ≤ 25 or n_workers ≤ 3; 103 samples for 4 workers",
-        ),
+        ({"batch_size": 26}, "^batch_size=26: use batch_size ≤ 25 or n_workers ≤ 3; 103 samples "),
         ({"batch_size": 1, "n_workers": 104}, "^batch_size=1: use n_workers ≤ 103; "),
         ({"batch_size": 104}, "^batch_size=104: use batch_size ≤ 25; "),
         ({"batch_size": 0}, "^batch_size=0: use 1 or more$"),
@@ -103,12 +92,9 @@ def test_which_shards_are_kept_depends_on_the_seed(split: dict[str, Any]) -> Non
     ],
 )
 def test_sizes_that_do_not_fit_are_rejected(changes: dict[str, Any], message: str) -> None:
+    assert shards(batch_size=25).steps_per_epoch == 1  # a whole shard
     with pytest.raises(ValueError, match=message):
         shards(**changes)
-
-
-def test_a_batch_may_be_a_whole_shard() -> None:
-    assert shards(batch_size=25).steps_per_epoch == 1
 
 
 @pytest.mark.parametrize(
@@ -197,31 +183,31 @@ def dealt_counts(
     return order, np.stack([np.bincount(piece, minlength=N_LABELS) for piece in pieces])
 
 
-@pytest.mark.parametrize("alpha", [1e6, 1e9, 1e308])
-def test_a_large_alpha_gives_equal_proportions(alpha: float) -> None:
-    _, counts = dealt_counts(alpha, n_workers=20, per_label=1000)
-    assert np.abs(counts - 50).max() <= 3
+def test_a_large_alpha_gives_equal_proportions() -> None:
+    for alpha in (1e6, 1e308):
+        _, counts = dealt_counts(alpha, n_workers=20, per_label=1000)
+        assert np.abs(counts - 50).max() <= 3
 
 
-@pytest.mark.parametrize("alpha", [1e-4, 1e-9, 1e-300, 5e-324])
-@pytest.mark.parametrize("seed", range(5))
-def test_a_small_alpha_gives_each_worker_a_label_or_two(alpha: float, seed: int) -> None:
-    """A worker has another label only if one ran out, which each of the ten does once."""
-    _, counts = dealt_counts(alpha, n_workers=12, per_label=1000, seed=seed)
-    held = counts > 10
-    assert held.sum() < 12 + N_LABELS
-    assert (held.sum(1) <= 2).mean() >= 0.7
+@pytest.mark.parametrize("alpha", [1e-4, 1e-300, 5e-324])
+def test_a_small_alpha_gives_each_worker_a_label_or_two(alpha: float) -> None:
+    """A worker has another label only if one ran out, which each of the ten does once. The samples
+    of a label are not in the order of the file."""
+    for seed in range(3):
+        order, counts = dealt_counts(alpha, n_workers=12, per_label=1000, seed=seed)
+        held = counts > 10
+        assert held.sum() < 12 + N_LABELS
+        assert (held.sum(1) <= 2).mean() >= 0.7
+        assert (np.diff(order[:800]) > 0).mean() < 0.7
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "alpha", [0.3, *(pytest.param(a, marks=pytest.mark.slow) for a in (1.0, 5.0))]
-)
+@pytest.mark.parametrize("alpha", [0.3, 5.0])
 def test_proportions_have_the_moments_of_dirichlet(alpha: float) -> None:
     """Mean 1/k, variance (1/k)(1 − 1/k) / (kα + 1), for the k labels of a worker whom others leave
     enough: the first of each of many deals."""
     shares = np.stack(
-        [dealt_counts(alpha, 50, 1000, seed)[1][0] / 200 for seed in range(300)]
+        [dealt_counts(alpha, 10, 200, seed)[1][0] / 200 for seed in range(300)]
     )  # [deal, label]
     variance = 0.1 * 0.9 / (N_LABELS * alpha + 1)
     assert np.abs(shares.mean(0) - 0.1).max() < 5 * math.sqrt(variance / 300)
@@ -254,22 +240,3 @@ def test_apportioned_numbers_add_up_and_are_rounded_proportions() -> None:
             most = (np.log(counts[not_out] + 1) - log_shares[not_out]).min()  # bounds on log λ
             least = (np.log(counts[several] - 1) - log_shares[several]).max()
             assert least < most + 1e-9
-
-
-def test_workers_of_one_label_do_not_get_the_same_samples_in_file_order() -> None:
-    order, _ = dealt_counts(1e-3, n_workers=10, per_label=1000)
-    first = order[:1000]
-    assert (np.diff(first) > 0).mean() < 0.7
-
-
-def test_dirichlet_is_fast_on_sixty_thousand_samples() -> None:
-    labels = torch.arange(60_000) % 10
-    start = time.process_time()
-    shards(labels, n_workers=64, dirichlet_alpha=0.1).indices(0, 0)
-    assert time.process_time() - start < 1
-
-
-def test_dirichlet_labels_need_not_be_consecutive_nor_equally_frequent() -> None:
-    labels = torch.tensor([3] * 7 + [90] * 60 + [41] * 36)
-    order = skewed_by_label(labels, bounds(103, 4), 0.5, generator(0, "test"))
-    assert sorted(order) == list(range(103))

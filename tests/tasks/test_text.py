@@ -23,7 +23,7 @@ import train as entry
 from powergossip import tasks
 from powergossip.errors import BadInput
 from powergossip.network import processes
-from powergossip.runs import metrics
+from powergossip.runs import figures, metrics
 from powergossip.tasks import documents, tokens
 from powergossip.tasks.language_models import LanguageModel, State
 from powergossip.tasks.text import Text
@@ -33,7 +33,7 @@ from powergossip.training.trainer import Trainer
 from tests.harness import launch
 from tests.harness.helpers import damages, files_below
 from tests.harness.small_data import options, write_documents
-from tests.harness.training import configured
+from tests.harness.training import configured, select
 
 SMALL = {"hidden_size": 8, "num_layers": 1, "num_heads": 2}
 
@@ -150,10 +150,14 @@ def read(file: TokenFile, first: int, last: int) -> list[str]:
     return [file.tokenizer.decode(part[part != END].tolist()) for part in parts]
 
 
-@pytest.mark.parametrize("tokenizer", ["bytes", "bpe-300"])
-def test_files_of_tokens_have_all_documents_by_split_and_topic(texts: Path, tokenizer: str) -> None:
-    if tokenizer != "bytes":
+@pytest.fixture(params=["bytes", "bpe-300"])
+def tokenizer(request: pytest.FixtureRequest) -> str:
+    if request.param != "bytes":
         pytest.importorskip("tokenizers")
+    return str(request.param)
+
+
+def test_files_of_tokens_have_all_documents_by_split_and_topic(texts: Path, tokenizer: str) -> None:
     found = documents.find(str(texts), None)
     file = tokens.load(found, tokenizer, options(task="Text", validation_ratio=0.3))
     for split, names in found.splits(0.3).items():
@@ -191,7 +195,8 @@ def words(task: Text, worker: int, epoch: int = 0) -> Tensor:
 
 
 def test_a_column_of_topics_gives_each_worker_its_own(texts: Path) -> None:
-    """Three workers, four topics: the two smallest are at one worker."""
+    """Three workers, four topics: the two smallest are at one worker. Sorted data are contiguous in
+    topics. A worker that is lost leaves its sequences to the others."""
     (texts / "a" / "long.txt").write_text("abc " * 4000)
     task = make(texts, n_workers=3, batch_size=1, column="topic")
     counts = task.label_counts()
@@ -202,20 +207,14 @@ def test_a_column_of_topics_gives_each_worker_its_own(texts: Path) -> None:
     for worker in range(3):
         own = set().union(*(letters[i] for i in counts[worker].nonzero().flatten().tolist()))
         assert set(words(task, worker).tolist()) <= own | {END, ord(" "), ord("\n")}
-
-
-def test_sorted_data_are_contiguous_in_topics(texts: Path) -> None:
     counts = make(texts, n_workers=4, batch_size=1, decentralized=True).label_counts()
     assert counts is not None
     topics = [topic for row in counts for topic in row.nonzero().flatten().tolist()]
     assert topics == sorted(topics)
-
-
-def test_lost_workers_leave_their_sequences_to_the_others(texts: Path) -> None:
-    task = make(texts, n_workers=3, batch_size=2, reshuffle=False)
-    alone = task.batch(0, 0, 0, frozenset({1, 2}))[0]
+    kept = make(texts, n_workers=3, batch_size=2, reshuffle=False)
+    alone = kept.batch(0, 0, 0, frozenset({1, 2}))[0]
     assert alone.shape == (2, 9)
-    assert not torch.equal(alone, task.batch(0, 0, 0)[0])
+    assert not torch.equal(alone, kept.batch(0, 0, 0)[0])
 
 
 # Loss and evaluation.
@@ -240,19 +239,21 @@ class Successor(LanguageModel):
         return 100.0 * functional.one_hot(successors, 256), {}
 
 
-@pytest.mark.parametrize("tokenizer", ["bytes", "bpe-300"])
 @pytest.mark.parametrize("most", [50, 10**9])
 def test_bits_per_byte_are_the_code_length_of_the_evaluated_text(
     texts: Path, tokenizer: str, most: int
 ) -> None:
-    if tokenizer != "bytes":
-        pytest.importorskip("tokenizers")
     task = make(texts, task_options={"tokenizer": tokenizer, "evaluation_tokens": most})
     file = tokens.load(documents.find(str(texts), None), tokenizer, options(task="Text"))
     p = torch.rand(len(file.tokenizer.byte_counts)).softmax(0)
     model = Constant(p)
-    _, targets = task.streams("test")
-    assert targets.numel() <= max(most, 9)
+    everything, _ = make(texts, task_options={"tokenizer": tokenizer}).streams("test")
+    inputs, targets = task.streams("test")
+    assert inputs.shape == targets.shape
+    assert targets.numel() <= max(most, 9)  # from the whole split
+    assert torch.equal(
+        inputs, everything[torch.arange(len(inputs)) * len(everything) // len(inputs)]
+    )
     n_bytes = file.tokenizer.byte_counts[targets.numpy()].sum()
     expected = -p[targets].double().log2().sum().item() / n_bytes
     for n in (1, 3, 100):
@@ -261,41 +262,12 @@ def test_bits_per_byte_are_the_code_length_of_the_evaluated_text(
         assert count == targets.numel()
         found = sum(part["bits_per_byte"] for part in parts) / count
         assert found == pytest.approx(expected, rel=1e-6)
+    assert tasks.main_metric(task, list(parts[0])) == tasks.MainMetric("bits_per_byte", False)
     if most == 10**9 and tokenizer == "bytes":  # all documents for testing, without the remainders
         (piece, *more) = file.pieces["test"]
         assert not more
         text = "".join(read(file, piece.first, piece.last)).encode()
         assert len(text) - 9 <= n_bytes <= len(text)
-
-
-def test_an_evaluation_is_on_sequences_from_the_whole_split(texts: Path) -> None:
-    everything, _ = make(texts).streams("train")
-    few, targets = make(texts, task_options={"evaluation_tokens": 90}).streams("train")
-    assert few.shape == targets.shape == (10, 9)
-    assert torch.equal(few, everything[torch.arange(10) * len(everything) // 10])
-
-
-def test_the_main_metric_is_bits_per_byte(texts: Path) -> None:
-    task = make(texts)
-    sums = task.evaluate(task.model("GPT", 1))
-    assert tasks.main_metric(task, list(sums)) == tasks.MainMetric("bits_per_byte", False)
-
-
-def test_a_text_with_a_rule_is_learned_in_seconds(tmp_path: Path) -> None:
-    for i in range(40):
-        (tmp_path / f"{i}").write_text(
-            "abcdefghijklm"[i % 5 :] + "abcdefghijklm" * (2 + i % 7) + str(i)
-        )
-    task = make(tmp_path, length=16, n_workers=1, task_options={"hidden_size": 32})
-    model = task.model("GPT", seed=1)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    for epoch in range(5):
-        for step in range(task.steps_per_epoch):
-            optimizer.zero_grad()
-            task.loss(model, task.batch(0, epoch, step))[0].backward()
-            optimizer.step()
-    sums = task.evaluate(model)
-    assert sums["bits_per_byte"] / sums["count"] < 1
 
 
 def test_a_gpt_in_bf16_is_that_in_float32_to_rounding(texts: Path) -> None:
@@ -327,16 +299,23 @@ def test_a_sample_continues_its_prompt_and_depends_on_the_seed(texts: Path) -> N
 
 
 def test_tokens_are_read_from_the_cache(
-    texts: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+    texts: Path, cache: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = make(texts)
+    """Byte pairs of a text are trained once, also if the time of a file has changed."""
+    given: Any = {"task_options": {"tokenizer": tokenizer}}
+    first = make(texts, **given)
     with monkeypatch.context() as patch:
         patch.setattr(documents.Documents, "read", None)
-        again = make(texts, n_workers=3)
-    assert again.facts == first.facts
-    assert len(list(cache.iterdir())) == 1
+        assert make(texts, n_workers=3, **given).facts == first.facts
+    entries = 1 if tokenizer == "bytes" else 2
+    assert len(list(cache.iterdir())) == entries
+    with monkeypatch.context() as patch:
+        patch.setattr(BytePairs, "trained", None)
+        os.utime(texts / "a" / "0.txt", (1, 1))
+        assert make(texts, **given).facts == first.facts
+    assert len(list(cache.iterdir())) == entries + 1
     (texts / "a" / "0.txt").write_text("abc" * 50)
-    assert make(texts).facts != first.facts
+    assert make(texts, **given).facts != first.facts
 
 
 PROGRAM = """
@@ -374,12 +353,9 @@ def test_a_killed_process_and_concurrent_ones_leave_whole_files(
     assert len(list(cache.glob("[!.]*"))) == 1
 
 
-@pytest.mark.parametrize("tokenizer", ["bytes", "bpe-300"])
 def test_damaged_files_of_the_cache_are_made_again(
     tokenizer: str, texts: Path, cache: Path
 ) -> None:
-    if tokenizer != "bytes":
-        pytest.importorskip("tokenizers")
     options = {"tokenizer": tokenizer}
     first = make(texts, task_options=options)
     whole = files_below(cache)
@@ -400,19 +376,6 @@ def test_folders_of_killed_processes_are_removed(texts: Path, cache: Path) -> No
             os.utime(path, (time.time() - since, time.time() - since))
     make(texts)
     assert [path.name for path in cache.glob(".*")] == [".incomplete-new"]
-
-
-def test_byte_pairs_of_a_text_are_trained_once(
-    texts: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("tokenizers")
-    first = make(texts, task_options={"tokenizer": "bpe-300"})
-    monkeypatch.setattr(BytePairs, "trained", None)
-    os.utime(texts / "a" / "0.txt", (1, 1))
-    again = make(texts, task_options={"tokenizer": "bpe-300"})
-    assert again.facts == first.facts
-    assert len(list(cache.glob("bpe-300-*.json"))) == 1
-    assert len(list(cache.iterdir())) == 3
 
 
 # Bad input.
@@ -456,26 +419,22 @@ def test_texts_that_are_none_are_rejected(texts: Path, monkeypatch: pytest.Monke
         make(texts, task_options={"dataset": "linux-doc"})
 
 
-def test_a_text_with_too_few_byte_pairs_and_a_missing_library(
-    texts: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+def test_byte_pairs_that_cannot_be_made_and_a_cache_that_cannot_be_written_are_rejected(
+    texts: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "tokenizers", None)
         with pytest.raises(ValueError, match=r"^task_options.tokenizer=bpe-300 needs .* bytes$"):
             make(texts, task_options={"tokenizer": "bpe-300"})
+    with monkeypatch.context() as patch:
+        (tmp_path / "file").write_text("")
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+        with pytest.raises(ValueError, match=r"cannot be written: .*XDG_CACHE_HOME"):
+            make(texts)
     pytest.importorskip("tokenizers")
     with pytest.raises(ValueError, match=r"^task_options.tokenizer=bpe-90000: use bpe-\d+ or less"):
         make(texts, task_options={"tokenizer": "bpe-90000"})
     assert not [path for path in cache.iterdir() if path.is_dir()]
-
-
-def test_a_cache_that_cannot_be_written_is_rejected(
-    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.raises(ValueError, match=r"cannot be written: .*XDG_CACHE_HOME"):
-        make(texts)
 
 
 @pytest.mark.parallel([2])
@@ -502,14 +461,10 @@ def test_a_run_has_bits_per_byte_tokens_per_second_and_a_sample(
     texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("powergossip.runs.progress.INTERVAL", 0.0)
-    given = ["task=Text", f"task_options.dataset={texts}", "task_options.sequence_length=9"]
-    given += ["task_options.hidden_size=8", "task_options.num_layers=1", "task_options.sample=ab"]
-    given += [
-        "n_workers=2",
-        "num_epochs=1",
-        "max_steps_per_epoch=3",
-        "evaluate_average_model=false",
-    ]
+    monkeypatch.setattr(figures, "figure", lambda *_, **__: None)
+    options = f"dataset: {texts}, sequence_length: 9, hidden_size: 8, num_layers: 1, sample: ab"
+    given = ["task=Text", f"task_options={{{options}}}", "n_workers=2", "num_epochs=1"]
+    given += ["max_steps_per_epoch=3", "evaluate_average_model=false"]
     folder = tmp_path / "run"
     entry.main([*given, "--output-dir", str(folder)])
     printed = capsys.readouterr()
@@ -521,8 +476,7 @@ def test_a_run_has_bits_per_byte_tokens_per_second_and_a_sample(
     assert all(character.isprintable() or character in "\n\t" for character in text)
     assert text in printed.out
     rows = metrics.load(folder)
-    of_workers = rows[(rows["name"] == "bits_per_byte") & (rows["split"] == "test")]
-    assert sorted(of_workers["worker"]) == [0, 1]
+    assert sorted(select(rows, "bits_per_byte", split="test")["worker"]) == [0, 1]
     info = json.loads((folder / "info.json").read_text())
     assert len(info["tokens_sha256"]) == 64
     assert info["metric"] == {"name": "bits_per_byte", "larger_is_better": False}

@@ -1,8 +1,7 @@
 """Laws of mixing matrices and their spectra, for every topology in the registry."""
 
 import math
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +41,7 @@ DIRECTED = {
     "one-peer-equi",
     "epidemic",
 }
-SIZES = (1, 2, 3, 4, 5, 8)
-LARGER = (12, 16, 32)
+SIZES = (1, 2, 3, 4, 5, 8, 16, 32)
 
 
 def accepts(name: str, n_workers: int) -> bool:
@@ -52,10 +50,9 @@ def accepts(name: str, n_workers: int) -> bool:
     return name != "hypercube" or n_workers & (n_workers - 1) == 0
 
 
-REGISTERED = [
-    *((name, n) for name in TOPOLOGIES for n in SIZES if accepts(name, n)),
-    ("social-network", 32),
-]
+def registered(name: str) -> Iterator[Topology]:
+    """A topology of the registry with each number of workers."""
+    return (make(name, n, seed=3) for n in SIZES if accepts(name, n))
 
 
 def matrices(topology: Topology) -> list[np.ndarray]:
@@ -92,79 +89,66 @@ def connected_graphs(draw: st.DrawFn) -> nx.Graph:
 
 
 @pytest.mark.parametrize("name", TOPOLOGIES)
-def test_larger_topologies_mix(name: str) -> None:
-    for n in filter(lambda n: accepts(name, n), LARGER):
-        test_registered_topologies_mix(name, n)
+def test_registered_topologies_mix(name: str) -> None:
+    for topology in registered(name):
+        n = topology.n_workers
+        assert topology.name == name
+        assert topology.period == len(topology.rounds)
+        assert topology.period == 1 or name in VARYING
+        assert topology.row_stochastic == (name == "epidemic")
+        for t, W in enumerate(matrices(topology)):
+            assert topology.round(t + topology.period) is topology.rounds[t]
+            assert W.shape == (n, n)
+            assert (W >= 0).all()
+            assert (np.diag(W) > 0).all()
+            np.testing.assert_allclose(W.sum(axis=1), 1, atol=1e-12)
+            if not topology.row_stochastic:
+                np.testing.assert_allclose(W.sum(axis=0), 1, atol=1e-12)
+        assert topology.symmetric == all(np.allclose(W, W.T) for W in matrices(topology))
+        assert topology.symmetric or name in DIRECTED
+        averaged = np.linalg.matrix_power(steps_together(topology, 1.0, topology.period), 20_000)
+        wanted = averaged.mean(axis=0) if topology.row_stochastic else 1 / n
+        np.testing.assert_allclose(averaged, np.broadcast_to(wanted, (n, n)), atol=1e-9)
 
 
-@pytest.mark.parametrize(("name", "n"), REGISTERED)
-def test_registered_topologies_mix(name: str, n: int) -> None:
-    topology = make(name, n, seed=3)
-    assert topology.name == name
-    assert topology.n_workers == n
-    assert topology.period == len(topology.rounds)
-    assert topology.period == 1 or name in VARYING
-    assert topology.row_stochastic == (name == "epidemic")
-    for t, W in enumerate(matrices(topology)):
-        assert topology.round(t + topology.period) is topology.rounds[t]
-        assert W.shape == (n, n)
-        assert (W >= 0).all()
-        assert (np.diag(W) > 0).all()
-        np.testing.assert_allclose(W.sum(axis=1), 1, atol=1e-12)
-        if not topology.row_stochastic:
-            np.testing.assert_allclose(W.sum(axis=0), 1, atol=1e-12)
-    assert topology.symmetric == all(np.allclose(W, W.T) for W in matrices(topology))
-    assert topology.symmetric or name in DIRECTED
-    averaged = np.linalg.matrix_power(steps_together(topology, 1.0, topology.period), 20_000)
-    wanted = averaged.mean(axis=0) if topology.row_stochastic else 1 / n
-    np.testing.assert_allclose(averaged, np.broadcast_to(wanted, (n, n)), atol=1e-9)
+@pytest.mark.parametrize("name", TOPOLOGIES)
+def test_sources_and_targets_are_the_rows_and_columns(name: str) -> None:
+    for topology in registered(name):
+        n = topology.n_workers
+        heard: list[set[int]] = [set() for _ in range(n)]
+        for r in topology.rounds:
+            W = r.matrix().toarray()
+            np.fill_diagonal(W, 0)
+            for i in range(n):
+                assert r.sources(i) == [(j, W[i, j]) for j in range(n) if W[i, j] > 0]
+                assert r.targets(i) == [(j, W[j, i]) for j in range(n) if W[j, i] > 0]
+                heard[i].update(j for j, _ in r.sources(i))
+        assert topology.degrees.tolist() == [len(of) for of in heard]
+        pairs = {(min(i, j), max(i, j)) for i in range(n) for j in heard[i]}
+        assert [tuple(pair) for pair in topology.edges.tolist()] == sorted(pairs)
+        assert topology.union.shape == (n, n)
+        assert topology.union.indices.tolist() == [j for of in heard for j in sorted(of)]
+        assert set(topology.union.data.tolist()) <= {1.0}
+        first = topology.summary().splitlines()[0]
+        assert first.startswith(f"{name}: {n} worker")
+        assert (f"{topology.period} rounds" in first) == (topology.period > 1)
 
 
-@pytest.mark.parametrize(("name", "n"), REGISTERED)
-def test_sources_and_targets_are_the_rows_and_columns(name: str, n: int) -> None:
-    topology = make(name, n, seed=3)
-    heard: list[set[int]] = [set() for _ in range(n)]
-    for r in topology.rounds:
-        W = r.matrix().toarray()
-        for i in range(n):
-            assert [j for j, _ in r.sources(i)] == [j for j in range(n) if W[i, j] > 0 and j != i]
-            assert [j for j, _ in r.targets(i)] == [j for j in range(n) if W[j, i] > 0 and j != i]
-            assert all(weight == W[i, j] for j, weight in r.sources(i))
-            assert all(weight == W[j, i] for j, weight in r.targets(i))
-            heard[i].update(j for j, _ in r.sources(i))
-    assert topology.degrees.tolist() == [len(of) for of in heard]
-    pairs = {(min(i, j), max(i, j)) for i in range(n) for j in heard[i]}
-    assert [tuple(pair) for pair in topology.edges.tolist()] == sorted(pairs)
-    assert topology.union.shape == (n, n)
-    assert topology.union.indices.tolist() == [j for of in heard for j in sorted(of)]
-    assert set(topology.union.data.tolist()) <= {1.0}
+@pytest.mark.parametrize("name", TOPOLOGIES)
+def test_a_step_contracts_as_predicted(name: str) -> None:
+    for topology in registered(name):
+        for rate in (0.5, 1.0):
+            kept = distance_kept(topology, rate, topology.period)
+            assert kept == pytest.approx(topology.contraction(rate) ** topology.period, abs=1e-9)
 
 
-@pytest.mark.parametrize(("name", "n"), REGISTERED)
-@pytest.mark.parametrize("rate", [0.5, 1.0])
-def test_a_step_contracts_as_predicted(name: str, n: int, rate: float) -> None:
-    topology = make(name, n, seed=3)
-    kept = distance_kept(topology, rate, topology.period)
-    assert kept == pytest.approx(topology.contraction(rate) ** topology.period, abs=1e-9)
-
-
-@pytest.mark.parametrize(("name", "n"), [(name, n) for name, n in REGISTERED if name in UNDIRECTED])
-def test_metropolis_hastings_weights(name: str, n: int) -> None:
-    topology = make(name, n, seed=3)
-    degree = topology.degrees
-    for i in range(n):
-        for j, weight in topology.round(0).sources(i):
-            assert weight == pytest.approx(1 / (1 + max(degree[i], degree[j])))
-
-
-@pytest.mark.parametrize(("name", "n"), REGISTERED)
-def test_a_summary_has_the_size(name: str, n: int) -> None:
-    topology = make(name, n)
-    text = topology.summary()
-    assert text.startswith(f"{name}: {n} worker")
-    one_round = topology.period == 1
-    assert ("best diffusion rate" in text) == (topology.symmetric and one_round)
-    assert (f"{topology.period} rounds" in text.splitlines()[0]) == (not one_round)
+@pytest.mark.parametrize("name", UNDIRECTED)
+def test_metropolis_hastings_weights(name: str) -> None:
+    for topology in registered(name):
+        degree = topology.degrees
+        for i in range(topology.n_workers):
+            for j, weight in topology.round(0).sources(i):
+                assert weight == pytest.approx(1 / (1 + max(degree[i], degree[j])))
 
 
 def test_a_summary_in_full() -> None:
@@ -177,40 +161,26 @@ def test_a_summary_in_full() -> None:
         "  contraction per step           0.923880 at that rate, 0.949253 at rate 1",
         "  Chebyshev bound                0.668179",
     ]
-    assert make("exponential", 8).summary().splitlines() == [
-        "exponential: 8 workers, 20 edges, directed",
-        "  neighbors per worker           3",
-        "  diameter                       3 hops",
-        "  contraction per step           0.500000 at rate 1",
-    ]
-    assert make("base-graph", 6).summary().splitlines() == [
-        "base-graph: 6 workers, 7 edges, 4 rounds",
-        "  neighbors per worker           0 to 1 per round, 2 to 3 in all",
-        "  contraction per step           "
-        "0 at rate 1: averages exactly after its period of 4 rounds",
-    ]
-    one_way = make("one-peer-exponential", 3).summary().splitlines()
-    assert one_way[0] == "one-peer-exponential: 3 workers, 3 edges, 2 rounds, directed"
-    assert one_way[2] == (
-        "  contraction per step           0.500000 at rate 1, the mean of its 2 rounds"
-    )
-    assert "row-stochastic" in make("epidemic", 8).summary()
-    assert "not computed" in make("round-robin", 3000).summary()
+    for name, n, parts in (
+        ("exponential", 8, ["20 edges, directed", "0.500000 at rate 1"]),
+        ("base-graph", 6, ["7 edges, 4 rounds", "0 to 1 per round, 2 to 3 in all"]),
+        ("base-graph", 6, ["averages exactly after its period of 4 rounds"]),
+        ("one-peer-exponential", 3, ["2 rounds, directed", "0.500000 at rate 1, the mean of"]),
+        ("epidemic", 8, ["row-stochastic"]),
+        ("round-robin", 3000, ["not computed"]),
+    ):
+        assert all(part in make(name, n).summary() for part in parts), name
 
 
 @pytest.mark.parametrize(
-    ("name", "options"),
+    "name",
     [
-        ("watts-strogatz", {}),
-        ("random-regular", {}),
-        ("equi-static", {}),
-        ("random-matching", {}),
-        ("one-peer-equi", {}),
-        ("epidemic", {}),
-        ("round-robin", {"graph": "random-regular"}),
+        *("watts-strogatz", "random-regular", "equi-static", "random-matching"),
+        *("one-peer-equi", "epidemic", "round-robin"),
     ],
 )
-def test_random_graphs_depend_on_the_seed_only(name: str, options: dict[str, object]) -> None:
+def test_random_graphs_depend_on_the_seed_only(name: str) -> None:
+    options: dict[str, object] = {"graph": "random-regular"} if name == "round-robin" else {}
     drawn = [make(name, 32, seed=seed, options=options) for seed in (0, 0, 1)]
     first, again, other = [[r.weights.indices.tolist() for r in t.rounds] for t in drawn]
     assert first == again != other
@@ -223,25 +193,20 @@ def test_random_graphs_depend_on_the_seed_only(name: str, options: dict[str, obj
     ("name", "n", "degrees"),
     [
         ("ring", 8, [2] * 8),
-        ("ring", 3, [2] * 3),
         ("ring", 2, [1, 1]),
         ("ring", 1, [0]),
-        ("unidirectional-ring", 8, [1] * 8),
         ("unidirectional-ring", 2, [1, 1]),
         ("chain", 4, [1, 2, 2, 1]),
         ("star", 4, [3, 1, 1, 1]),
         ("fully-connected", 5, [4] * 5),
-        ("torus", 8, [3] * 8),
         ("torus", 16, [4] * 16),
         ("torus", 7, [2] * 7),
-        ("torus", 4, [2] * 4),
         ("torus", 6, [3] * 6),
-        ("hypercube", 16, [4] * 16),
         ("binary-tree", 8, [1, 3, 3, 3, 1, 1, 1, 1]),
         ("double-binary-tree", 8, [2, 4, 3, 4, 4, 3, 4, 2]),
         ("exponential", 8, [3] * 8),
-        ("equi-static", 9, [4] * 9),
         ("exponential", 6, [3] * 6),
+        ("equi-static", 9, [4] * 9),
         ("random-regular", 10, [4] * 10),
         ("random-regular", 3, [2] * 3),
     ],
@@ -257,24 +222,18 @@ def test_options_reach_the_graph() -> None:
     assert len(make("watts-strogatz", 64, options={"rewiring": 1}).edges) == 128
 
 
-def test_directions() -> None:
+def test_neighbors() -> None:
+    """The torus of eight is 2 × 4. Neighbors in a hypercube differ in one bit."""
     assert make("unidirectional-ring", 4).round(0).sources(0) == [(3, 0.5)]
     assert make("unidirectional-ring", 4).round(0).targets(0) == [(1, 0.5)]
     assert make("exponential", 8).round(0).sources(0) == [(4, 0.25), (6, 0.25), (7, 0.25)]
     assert make("exponential", 8).round(0).targets(0) == [(1, 0.25), (2, 0.25), (4, 0.25)]
-
-
-def test_torus_of_eight_is_two_by_four() -> None:
-    assert nx.is_isomorphic(
-        nx.Graph(make("torus", 8).edges.tolist()), nx.grid_2d_graph(2, 4, periodic=True)
-    )
+    torus: nx.Graph = nx.Graph(make("torus", 8).edges.tolist())
+    assert nx.is_isomorphic(torus, nx.grid_2d_graph(2, 4, periodic=True))
     assert [j for j, _ in make("torus", 8).round(0).sources(0)] == [1, 3, 4]
-
-
-def test_hypercube_neighbors_differ_in_one_bit() -> None:
-    edges = make("hypercube", 16).edges
-    assert all((a ^ b).bit_count() == 1 for a, b in edges.tolist())
-    assert len(edges) == 32
+    cube = make("hypercube", 16).edges.tolist()
+    assert all((a ^ b).bit_count() == 1 for a, b in cube)
+    assert len(cube) == 32
 
 
 # Spectra. Numbers: ALGORITHMS.md, facts to test against.
@@ -284,25 +243,20 @@ def test_hypercube_neighbors_differ_in_one_bit() -> None:
     ("name", "n", "rate", "contraction"),
     [
         ("ring", 4, 1.0, 1 / 3),
-        ("ring", 6, 1.2, 0.6),
-        ("ring", 8, 1.308391, 0.744521),
         ("ring", 16, 1.4450, 0.92667),
-        ("ring", 32, 1.4857, None),
         ("torus", 16, 1.0, 0.6),
-        ("hypercube", 8, 1.0, 0.5),
         ("fully-connected", 8, 1.0, 0.0),
         ("ring", 1, 1.0, 0.0),
     ],
 )
-def test_best_diffusion_rates(name: str, n: int, rate: float, contraction: float | None) -> None:
+def test_best_diffusion_rates(name: str, n: int, rate: float, contraction: float) -> None:
     topology = make(name, n)
     best = topology.best_diffusion_rate
     assert best == pytest.approx(rate, abs=5e-5)
-    if contraction is not None:
-        assert topology.contraction(best) == pytest.approx(contraction, abs=5e-6)
+    assert topology.contraction(best) == pytest.approx(contraction, abs=5e-6)
 
 
-def test_spectrum_of_a_ring_of_eight() -> None:
+def test_known_spectra() -> None:
     ring = make("ring", 8)
     np.testing.assert_allclose(
         ring.eigenvalues,
@@ -316,13 +270,12 @@ def test_spectrum_of_a_ring_of_eight() -> None:
     assert ring.contraction() == pytest.approx(0.804738, abs=5e-7)
     assert ring.chebyshev_contraction == pytest.approx(0.446463, abs=5e-7)
     assert make("ring", 16).chebyshev_contraction == pytest.approx(0.673514, abs=5e-7)
-
-
-def test_spectrum_of_the_social_network() -> None:
     metropolis = make("social-network", 32)
     assert metropolis.spectral_gap == pytest.approx(0.0821, abs=5e-5)
     assert metropolis.largest_eigenvalue == pytest.approx(1.4343, abs=5e-5)
     assert len(metropolis.edges) == 89
+    assert make("unidirectional-ring", 8).contraction() == pytest.approx(math.cos(math.pi / 8))
+    assert make("exponential", 8).contraction() == pytest.approx(0.5)
 
 
 def test_uniform_weights() -> None:
@@ -331,24 +284,11 @@ def test_uniform_weights() -> None:
     np.testing.assert_allclose(star.round(0).matrix().toarray(), W)
 
 
-@pytest.mark.parametrize(("name", "n"), [("ring", 8), ("torus", 16), ("star", 5), ("chain", 6)])
-def test_distinct_eigenvalues_average_in_finite_time(name: str, n: int) -> None:
-    topology = make(name, n)
-    x = np.random.default_rng(0).standard_normal((n, 3))
-    mean = x.mean(axis=0)
-    W = topology.round(0).matrix()
-    for eigenvalue in topology.distinct_eigenvalues:
-        x = x + (W @ x - x) / eigenvalue
-    np.testing.assert_allclose(x, np.broadcast_to(mean, x.shape), atol=1e-9)
-
-
-@pytest.mark.parametrize(("name", "n"), [(name, 8) for name in UNDIRECTED if accepts(name, 8)])
-def test_plain_gossip_converges_below_the_largest_rate_and_diverges_above(
-    name: str, n: int
-) -> None:
-    topology = make(name, n, seed=3)
+@pytest.mark.parametrize("name", [name for name in UNDIRECTED if accepts(name, 8)])
+def test_plain_gossip_converges_below_the_largest_rate_and_diverges_above(name: str) -> None:
+    topology = make(name, 8, seed=3)
     largest = topology.largest_diffusion_rate
-    assert largest == pytest.approx(2 / max(np.linalg.eigvalsh(np.eye(n) - matrices(topology)[0])))
+    assert largest == pytest.approx(2 / max(np.linalg.eigvalsh(np.eye(8) - matrices(topology)[0])))
     assert topology.best_diffusion_rate < largest
     assert distance_kept(topology, 0.99 * largest, 2000) < 1e-3
     assert distance_kept(topology, 1.01 * largest, 2000) > 1e3
@@ -388,19 +328,17 @@ def test_the_largest_rates_of_directed_and_time_varying_graphs() -> None:
     assert converges(base, 1.25)
     assert converges(base, 1.55)
     assert not converges(base, 1.65)
+    spectrum = "largest_diffusion_rate best_diffusion_rate eigenvalues chebyshev_contraction"
     for name in DIRECTED | VARYING:
-        with pytest.raises(ValueError, match=name):
-            _ = make(name, 8).largest_diffusion_rate
-
-
-def test_contraction_of_directed_graphs() -> None:
-    assert make("unidirectional-ring", 8).contraction() == pytest.approx(math.cos(math.pi / 8))
-    assert make("exponential", 8).contraction() == pytest.approx(0.5)
+        kind = "changes from round to round" if name in VARYING else "is directed"
+        for of_symmetric in spectrum.split():
+            with pytest.raises(ValueError, match=f'"{name}" {kind}'):
+                getattr(make(name, 8), of_symmetric)
 
 
 @pytest.mark.long
 @given(connected_graphs())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_every_connected_graph_averages(graph: nx.Graph) -> None:
     topology = undirected("drawn", graph)
     n = topology.n_workers
@@ -438,13 +376,14 @@ def test_large_spectra_equal_dense_ones(name: str, n: int, monkeypatch: pytest.M
 
 @pytest.mark.long
 def test_ten_thousand_workers_take_seconds() -> None:
-    start = time.process_time()
     topology = make("random-regular", 10_000)
     # Friedman's theorem: the adjacency matrix' second eigenvalue is near 2√3.
     assert topology.spectral_gap == pytest.approx((4 - 2 * math.sqrt(3)) / 5, rel=0.02)
     assert 1 < topology.best_diffusion_rate < 1.5
     assert "10000 workers, 20000 edges" in topology.summary()
-    assert time.process_time() - start < 10
+    for name in sorted(VARYING - {"one-peer-equi"}):
+        options: dict[str, object] = {"graph": "random-regular"} if name == "round-robin" else {}
+        assert make(name, 10_000, options=options).n_workers == 10_000
 
 
 # Topologies that change from round to round
@@ -456,24 +395,28 @@ def talks(topology: Topology) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", ["random-matching", "round-robin", "base-graph"])
-@pytest.mark.parametrize("n", SIZES)
-def test_a_worker_talks_to_one_other_at_most(name: str, n: int) -> None:
-    topology = make(name, n, seed=3)
-    for r in topology.rounds:
-        heard = np.diff(r.weights.indptr)
-        assert heard.max() <= 1
-        if name != "base-graph":
-            assert (r.weights.data == 0.5).all()
-        if name == "random-matching":
-            assert (heard == 0).sum() == n % 2
+def test_a_worker_talks_to_one_other_at_most(name: str) -> None:
+    for topology in registered(name):
+        for r in topology.rounds:
+            heard = np.diff(r.weights.indptr)
+            assert heard.max() <= 1
+            if name != "base-graph":
+                assert (r.weights.data == 0.5).all()
+            if name == "random-matching":
+                assert (heard == 0).sum() == topology.n_workers % 2
 
 
 @pytest.mark.long
-def test_random_matchings_are_uniform() -> None:
+def test_random_rounds_are_uniform() -> None:
+    """Each pair of workers is as frequent as any other."""
     for n in (5, 6):  # of five workers each is idle as often as with any other
-        often = talks(make("random-matching", n, seed=1, options={"period": 800}))
+        often = talks(make("random-matching", n, seed=1, options={"period": 400}))
         pairs = often[~np.eye(n, dtype=bool)]
-        assert np.abs(pairs - 800 / 5).max() < 5 * math.sqrt(800 / 5 * 4 / 5)
+        assert np.abs(pairs - 400 / 5).max() < 5 * math.sqrt(400 / 5 * 4 / 5)
+    for s in (1, 3):
+        often = talks(make("epidemic", 5, seed=1, options={"s": s, "period": 400}))
+        share, pairs = s / 4, often[~np.eye(5, dtype=bool)]
+        assert np.abs(pairs - 400 * share).max() < 5 * math.sqrt(400 * share * (1 - share))
 
 
 def test_random_rounds_are_drawn_until_they_connect() -> None:
@@ -491,17 +434,17 @@ def test_one_peer_exponential_goes_through_the_hops() -> None:
     assert (talks(topology) == (make("exponential", 6).round(0).weights.toarray() > 0)).all()
 
 
-@pytest.mark.parametrize("n", [2, 3, 4, 5, 6, 8, 12, 16, 24, 32])
-def test_one_peer_exponential_is_exact_for_powers_of_two(n: int) -> None:
-    topology = make("one-peer-exponential", n)
-    assert topology.period == math.ceil(math.log2(n))
-    assert topology.averages_exactly == (n & (n - 1) == 0)
+def test_one_peer_exponential_is_exact_for_powers_of_two() -> None:
+    for n in (2, 3, 4, 5, 6, 8, 12, 16, 24, 32):
+        topology = make("one-peer-exponential", n)
+        assert topology.period == math.ceil(math.log2(n))
+        assert topology.averages_exactly == (n & (n - 1) == 0)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("k", range(1, 6))
 def test_base_graphs_average_any_number_exactly(k: int) -> None:
-    for n in range(1, 41):
+    for n in range(1, 33):
         topology = make("base-graph", n, options={"k": k})
         assert topology.symmetric
         np.testing.assert_allclose(
@@ -511,34 +454,16 @@ def test_base_graphs_average_any_number_exactly(k: int) -> None:
         assert topology.period <= 2 * math.log(n, k + 1) + 2
 
 
-@pytest.mark.parametrize(
-    ("k", "rounds"),
-    [
-        (1, {3: 3, 5: 5, 6: 4, 7: 5, 8: 3, 9: 7, 12: 5, 15: 7, 25: 9}),
-        (2, {12: 3, 15: 4, 17: 5, 30: 5}),
-        (3, {16: 2}),
-        (4, {22: 4, 25: 2}),  # 22: the simple graph; factored it takes 5
-        (5, {12: 2}),
-    ],
-)
-def test_rounds_of_base_graphs(k: int, rounds: dict[int, int]) -> None:
-    found = {n: make("base-graph", n, options={"k": k}).period for n in rounds}
-    assert found == rounds
-
-
-def test_a_base_graph_of_five() -> None:
-    """4 + 1 workers: Takezawa et al. (2023), figure 3."""
-    pairs = [
-        [(i, j, weight) for i in range(5) for j, weight in r.sources(i) if i < j]
-        for r in make("base-graph", 5).rounds
-    ]
-    assert pairs == [
-        [(0, 1, 0.5), (2, 3, 0.5)],
-        [(0, 2, 0.5), (1, 3, 0.5)],
-        [(0, 4, 0.8), (1, 2, 0.5)],
-        [(0, 1, 0.5), (2, 3, 0.5)],
-        [(0, 2, 0.5), (1, 3, 0.5)],
-    ]
+def test_rounds_of_base_graphs() -> None:
+    expected = {
+        1: {3: 3, 5: 5, 6: 4, 7: 5, 8: 3, 9: 7, 12: 5, 15: 7, 25: 9},
+        2: {12: 3, 15: 4, 17: 5, 30: 5},
+        3: {16: 2},
+        4: {22: 4, 25: 2},  # 22: the simple graph; factored it takes 5
+        5: {12: 2},
+    }
+    for k, rounds in expected.items():
+        assert {n: make("base-graph", n, options={"k": k}).period for n in rounds} == rounds
 
 
 def test_remaining_workers_of_a_base_graph_average_in_groups() -> None:
@@ -572,32 +497,19 @@ def test_epidemics_send_to_s_and_average_what_arrives(n: int, s: int | None) -> 
     assert topology.averages_exactly == (n == 2 or s == 7)
 
 
-@pytest.mark.parametrize("s", [1, 2, 3])
-def test_epidemics_are_uniform(s: int) -> None:
-    often = talks(make("epidemic", 5, seed=1, options={"s": s, "period": 800}))
-    share = s / 4
-    pairs = often[~np.eye(5, dtype=bool)]
-    assert np.abs(pairs - 800 * share).max() < 5 * math.sqrt(800 * share * (1 - share))
-
-
 @pytest.mark.long
 @given(connected_graphs())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_matchings_have_every_edge_once(graph: nx.Graph) -> None:
     matches_every_edge_once(undirected("drawn", graph))
 
 
-@pytest.mark.parametrize("name", sorted(UNDIRECTED))
-def test_matchings_of_registered_graphs(name: str) -> None:
-    matches_every_edge_once(make(name, 32, seed=3))
-
-
-@pytest.mark.parametrize("n", range(3, 12))
+@pytest.mark.parametrize("n", range(3, 9))
 def test_matchings_of_crowded_graphs(n: int) -> None:
     """Where a color free at both ends is rare."""
     matches_every_edge_once(make("fully-connected", n))
     matches_every_edge_once(make("fully-connected", 2 * n + 1))
-    for seed in range(4):
+    for seed in range(3):
         graph = nx.gnp_random_graph(2 * n, 0.7, seed=seed)
         graph.add_edges_from(nx.path_graph(2 * n).edges())
         matches_every_edge_once(undirected("crowded", graph))
@@ -630,8 +542,9 @@ def test_round_robin_takes_any_graph(tmp_path: Path) -> None:
     assert "0 is Ada, 1 is Bea, 2 is Zoe" in topology.summary()
 
 
-@pytest.mark.parametrize("name", sorted(VARYING))
-@pytest.mark.parametrize("n", [48, 64])
+@pytest.mark.parametrize(
+    ("name", "n"), [*((name, 48) for name in sorted(VARYING)), ("one-peer-exponential", 64)]
+)
 def test_large_periods_equal_dense_ones(name: str, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     dense = make(name, n)
     kept, exact = dense.contraction() ** dense.period, dense.averages_exactly
@@ -640,25 +553,6 @@ def test_large_periods_equal_dense_ones(name: str, n: int, monkeypatch: pytest.M
     assert sparse.contraction() ** dense.period == pytest.approx(kept, rel=1e-4, abs=1e-12)
     assert sparse.averages_exactly == exact
     assert exact == (name == "base-graph" or (name == "one-peer-exponential" and n == 64))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("one-peer-exponential", {}),
-        ("base-graph", {}),
-        ("base-graph", {"k": 4}),
-        ("random-matching", {}),
-        ("epidemic", {}),
-        ("round-robin", {"graph": "random-regular"}),
-    ],
-)
-def test_ten_thousand_workers_are_built_at_once(name: str, options: dict[str, object]) -> None:
-    start = time.process_time()
-    topology = make(name, 10_000, options=options)
-    assert time.process_time() - start < 2
-    assert topology.n_workers == 10_000
 
 
 # Rounds
@@ -683,12 +577,6 @@ def test_rounds_repeat_and_connect_together() -> None:
         _ = topology.best_diffusion_rate
     with pytest.raises(ValueError, match=r'"half" is not connected: .* 2 components, workers 2, 3'):
         Topology("half", rounds[:1])
-
-
-def test_contraction_over_a_period_is_per_round() -> None:
-    ring = make("ring", 8)
-    twice = Topology("twice", ring.rounds * 2)
-    assert twice.contraction(0.7) == pytest.approx(ring.contraction(0.7))
 
 
 def test_a_directed_graph_must_lead_everywhere() -> None:
@@ -754,27 +642,23 @@ def test_nodes_with_names_are_workers_in_their_order() -> None:
 # Files
 
 
-@pytest.mark.parametrize("suffix", [".edgelist", ".txt", ""])
+@pytest.mark.parametrize(
+    ("write", "suffix"),
+    [
+        (nx.write_edgelist, ".edgelist"),
+        (nx.write_edgelist, ""),
+        (nx.write_adjlist, ".adjlist"),
+        (nx.write_adjlist, ".txt"),
+    ],
+)
 @given(graph=connected_graphs())
-@settings(max_examples=10, deadline=None)
-def test_edge_lists_come_back(
-    graph: nx.Graph, suffix: str, tmp_path_factory: pytest.TempPathFactory
+@settings(max_examples=8, deadline=None)
+def test_files_of_edges_come_back(
+    graph: nx.Graph, write: Any, suffix: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     graph.remove_edges_from(list(nx.selfloop_edges(graph)))
     path = tmp_path_factory.mktemp("graph") / f"graph{suffix}"
-    nx.write_edgelist(graph, path)
-    same_as(make(str(path), len(graph)), undirected("drawn", graph))
-
-
-@pytest.mark.parametrize("suffix", [".adjlist", ".txt"])
-@given(graph=connected_graphs())
-@settings(max_examples=10, deadline=None)
-def test_adjacency_lists_come_back(
-    graph: nx.Graph, suffix: str, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    graph.remove_edges_from(list(nx.selfloop_edges(graph)))
-    path = tmp_path_factory.mktemp("graph") / f"graph{suffix}"
-    nx.write_adjlist(graph, path)
+    write(graph, path)
     same_as(make(str(path), len(graph)), undirected("drawn", graph))
 
 
@@ -800,7 +684,6 @@ def test_a_file_may_have_comments_and_stand_in_the_working_folder(
     ("name", "text"),
     [
         ("a.edgelist", "0 1\n1 0\n2 1\n"),
-        ("a.edgelist", "0 1 0.5\n1 2 5e-1\n"),
         ("a.txt", "0 1 {'color': 'red'}\n1 2 {}\n"),
         ("a.txt", "\ufeff0 1\n1 2\n"),
         ("a.adjlist", "0 1\n1 0 2\n2 1\n"),
@@ -808,7 +691,6 @@ def test_a_file_may_have_comments_and_stand_in_the_working_folder(
         ("a.adj", "3\n1\n0 2\n1\n"),
         ("a.edgelist", "3\n0 1 0.5\n1 2 0.5\n"),
         ("a.txt", "source target\n0 1\n1 2\n"),
-        ("a.edgelist", "from to weight\n0 1 1\n1 2 1\n"),
         ("out.konect", "% sym unweighted\n% 2 3 3\n1 2\n2 3\n"),
         ("a.graph", "% METIS\n3 2\n2\n1 3\n2\n"),
         ("a.gml", 'graph [\nnode [\nid 0\nlabel "A b"\n]\nnode [\nid 1\n]\nnode [\nid 2\n]\n'
@@ -844,17 +726,11 @@ def test_workers_are_the_sorted_names_of_a_file(tmp_path: Path) -> None:
     ("name", "text", "n", "message"),
     [
         ("a.edgelist", "0 1\n2 3\n", 4, "a.edgelist is not connected: .* 2 components"),
-        ("a.edgelist", "0 1\n1 2\n2 0\n3 4\n", 5, "workers 3, 4"),
-        ("a.adjlist", "0 1 2\n3\n", 4, "worker 3"),
         ("a.edgelist", "0 1\n1 2\n", 8, "^n_workers=8: use 3; .*a.edgelist"),
         ("a.edgelist", "0 1\n1 3\n", 4, "^n_workers=4: use 3; .*a.edgelist .*worker 2"),
         ("a.edgelist", "5 10\n10 2000000000\n", 4, "^n_workers=4: use 3; .* has 3 workers$"),
-        ("a.edgelist", "0 1\n1\n", 2, 'a.edgelist, line 2: "1" is not an edge'),
         ("a.edgelist", "0 1\n\n0 1 2 3\n", 4, 'line 3: "0 1 2 3" is not an edge'),
-        ("a.txt", "0 1 5\n1 2 5\n", 3, "a.txt .* use .*.edgelist or .adjlist"),
         ("a.adjlist", "0 1\n1 (2)\n", 3, 'line 2: "\\(2\\)" is not the name of a worker'),
-        ("a.txt", "{0 1\n", 2, 'line 1: "{0" is not the name of a worker'),
-        ("a.edgelist", "0 1 x\n", 2, 'line 1: "0 1 x" is not an edge'),
         ("a.edgelist", "0 1 1\n1 2 0.5\n", 3, "line 2: the weight 0.5 differs from 1"),
         ("a.txt", "0 1 {'weight': 1}\n1 2 {'a': 1, 'weight': -2}\n", 3, "line 2: the weight -2"),
         ("a.edgelist", "0 1\n1 1\n", 2, "line 2: worker 1 is listed as its own neighbor"),
@@ -865,14 +741,7 @@ def test_workers_are_the_sorted_names_of_a_file(tmp_path: Path) -> None:
         ("a.txt", "0.0e+00 1.0e+00\n1.0e+00 0.0e+00\n", 2, 'line 1: "0.0e.00" .* two workers'),
         ("a.txt", "0 1 0 1\n1 0 1 0\n0 1 0 1\n1 0 1 0\n", 4, "line 1: worker 0 .* two workers"),
         ("a.txt", "*Vertices 2\n*Edges\n1 2\n", 2, "line 1: .*Vertices.* or .*\\.net"),
-        (
-            "a.mtx",
-            "%%MatrixMarket matrix coordinate pattern symmetric\n3 3 1\n2 1\n",
-            2,
-            "worker 2 has no neighbor",
-        ),
         ("a.gml", "graph [", 2, "a.gml cannot be read"),
-        ("no.gml", "", 2, "no.gml cannot be read"),
     ],
 )
 def test_bad_files_are_rejected(tmp_path: Path, name: str, text: str, n: int, message: str) -> None:
@@ -896,57 +765,28 @@ def test_unreadable_files_are_rejected(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "n", "options", "message"),
     [
-        (
-            "rign",
-            8,
-            {},
-            '"rign" is unknown; choose from base-graph, binary-tree, .*, or give the path',
-        ),
+        ("rign", 8, {}, '"rign" is unknown; choose from base-graph, .*, or give the path'),
         ("ring", 0, {}, "^n_workers=0: use 1 or more$"),
         ("social-network", 8, {}, "^n_workers=8: use 32 .*social-network"),
-        ("hypercube", 12, {}, "^n_workers=12: use a power of two, like 8 or 16"),
-        (
-            "ring",
-            8,
-            {"degree": 3},
-            "degree=3: topology=ring has no such option; use topology_options.weights$",
-        ),
+        ("ring", 8, {"degree": 3}, "degree=3: topology=ring has no .* topology_options.weights$"),
         ("ring", 8, {"weights": "equal"}, "weights=equal: use metropolis, constant or fastest$"),
         ("fully-connected", 64, {"weights": "fastest"}, "weights=fastest: use constant or "),
         ("equi-static", 8, {"degree": 8}, "degree=8: use 1 or more, less than n_workers=8$"),
-        ("one-peer-equi", 8, {"period": 0}, "period=0: use 1 or more$"),
-        (
-            "watts-strogatz",
-            8,
-            {"k": 3},
-            "k=3: .* has no such option; use topology_options.degree, topology_options.rewiring",
-        ),
         ("watts-strogatz", 8, {"degree": 3}, "^topology_options.degree=3: use an even number"),
-        ("watts-strogatz", 8, {"degree": 8}, "degree=8: use .* less than n_workers=8$"),
         ("watts-strogatz", 8, {"rewiring": 1.5}, "rewiring=1.5: use a number from 0 to 1$"),
         ("watts-strogatz", 8, {"rewiring": "no"}, "rewiring='no': use a number$"),
         ("random-regular", 8, {"degree": 2.5}, "degree=2.5: use a whole number or None$"),
-        ("random-regular", 8, {"degree": True}, "degree=True: use a whole number or None$"),
         ("random-regular", 7, {"degree": 3}, "degree=3: use .* even"),
         ("random-regular", 4, {"degree": 4}, "degree=4: use less than n_workers=4"),
-        ("random-regular", 64, {"degree": 1}, '"random-regular".* connected'),
         ("graphs/a.txt", 8, {"degree": 1}, "degree=1: topology=graphs/a.txt has no such option"),
         ("one-peer-exponential", 8, {"k": 1}, "k=1: .* has no such option; it has none"),
         ("base-graph", 8, {"k": -3}, "^topology_options.k=-3: use 1 or more$"),
-        ("base-graph", 8, {"k": 0}, "k=0: use 1 or more$"),
-        ("base-graph", 8, {"k": 1.5}, "k=1.5: use a whole number$"),
         ("random-matching", 8, {"period": 0}, "^topology_options.period=0: use 1 or more$"),
-        ("random-matching", 8, {"period": 1}, 'period=1: use more; .*"random-matching"'),
-        ("epidemic", 8, {"period": 0}, "period=0: use 1 or more$"),
         ("epidemic", 64, {"s": 1, "period": 1}, 'period=1: use more; .*"epidemic"'),
-        ("epidemic", 8, {"s": 0}, "^topology_options.s=0: use .* 1 or more"),
         ("epidemic", 8, {"s": 8}, "s=8: use .* less than n_workers=8$"),
         ("round-robin", 8, {"graph": 3}, "graph=3: use a string$"),
-        ("round-robin", 8, {"graph": "rign"}, "^topology_options.graph=rign: use .*, ring, "),
-        ("round-robin", 8, {"graph": "exponential"}, "graph=exponential: use "),
-        ("round-robin", 8, {"graph": "round-robin"}, "graph=round-robin: use "),
+        ("round-robin", 8, {"graph": "exponential"}, "^topology_options.graph=exp.*: use .*, ring"),
         ("round-robin", 12, {"graph": "hypercube"}, "n_workers=12: use a power of two"),
-        ("round-robin", 8, {"graph": "no.edgelist"}, "no.edgelist cannot be read: No such file"),
     ],
 )
 def test_bad_arguments_are_rejected(
@@ -956,68 +796,51 @@ def test_bad_arguments_are_rejected(
         make(name, n, options=options)
 
 
-@pytest.mark.parametrize("name", sorted(DIRECTED | VARYING))
-def test_other_graphs_have_no_best_rate(name: str) -> None:
-    kind = "changes from round to round" if name in VARYING else "is directed"
-    message = f'"{name}" {kind}: .* best diffusion rate'
-    topology = make(name, 8)
-    for spectrum in ("best_diffusion_rate", "eigenvalues", "chebyshev_contraction"):
-        with pytest.raises(ValueError, match=message):
-            getattr(topology, spectrum)
-
-
 # Trees, for relays
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 7, 8, 16, 33])
 @pytest.mark.parametrize("name", ["chain", "star", "binary-tree", "double-binary-tree"])
-def test_trees_span_the_graph_with_its_edges(name: str, n: int) -> None:
-    topology = make(name, n)
-    trees = topology.trees
-    assert trees is not None
-    assert len(trees) == (0 if n == 1 else 2 if name == "double-binary-tree" else 1)
-    edges = {(i, j) for i, j in topology.edges.tolist()}
-    for tree in trees:
-        graph = nx.Graph(tree)
-        assert nx.is_tree(graph)
-        assert sorted(graph) == list(range(n))
-        assert list(tree) == sorted(tree)
-    assert n == 1 or set().union(*trees) == edges
-
-
-def test_a_worker_of_the_double_tree_is_a_leaf_in_one_tree() -> None:
-    """But for the one in the middle of an odd number."""
-    for n in (2, 3, 8, 16, 31):
-        trees = make("double-binary-tree", n).trees
+def test_trees_span_the_graph_with_its_edges(name: str) -> None:
+    """But for the one in the middle of an odd number, a worker is a leaf in one of two trees."""
+    for n in (1, 2, 3, 7, 8, 33):
+        topology = make(name, n)
+        trees = topology.trees
         assert trees is not None
-        degrees = [dict(nx.Graph(tree).degree) for tree in trees]
-        for i in range(n):
+        assert len(trees) == (0 if n == 1 else 2 if name == "double-binary-tree" else 1)
+        edges = {(i, j) for i, j in topology.edges.tolist()}
+        degrees = []
+        for tree in trees:
+            graph = nx.Graph(tree)
+            assert nx.is_tree(graph)
+            assert sorted(graph) == list(range(n))
+            assert list(tree) == sorted(tree)
+            degrees.append(dict(graph.degree))
+        assert n == 1 or set().union(*trees) == edges
+        for i in range(n) if len(trees) == 2 else ():
             assert max(degree[i] for degree in degrees) <= 3
             middle = 2 * i == n - 1
             assert min(degree[i] for degree in degrees) == (2 if middle else 1)
             assert degrees[0][i] == degrees[1][n - 1 - i]
 
 
-@pytest.mark.parametrize("name", ["ring", "torus", "exponential", "random-matching"])
-def test_other_graphs_have_no_trees(name: str) -> None:
-    assert make(name, 8).trees is None
-
-
 def test_trees_are_checked() -> None:
     ring = make("ring", 4).rounds
     assert Topology("ring", ring, trees=(((0, 1), (1, 2), (2, 3)),)).trees is not None
+    assert Topology("ring", ring).trees is None
     path = ((0, 1), (1, 2))
     assert undirected("drawn", nx.cycle_graph(3), trees=(path,)).trees == (path,)
     for tree in (((0, 1), (1, 2)), ((0, 1), (0, 2), (2, 3)), ((0, 1), (1, 2), (1, 2))):
         with pytest.raises(ValueError, match='"ring": a tree'):
             Topology("ring", ring, trees=(tree,))
+    for name in ("ring", "torus", "exponential", "random-matching"):
+        assert make(name, 8).trees is None
 
 
 # EquiTopo, Song et al. (2022)
 
 
-@pytest.mark.parametrize(("n", "expected"), [(8, 0.4375), (16, 0.46875), (64, 0.4922)])
-def test_one_random_peer_contracts_by_one_half_for_any_size(n: int, expected: float) -> None:
+@pytest.mark.parametrize("n", [8, 16])
+def test_one_random_peer_contracts_by_one_half_for_any_size(n: int) -> None:
     """E‖ΠWx‖² = ½(1 − 1/n)‖Πx‖² over all shifts: a period of n − 1 rounds has each once."""
     topology = make("one-peer-equi", n, options={"period": n - 1})
     shifts = sorted(-r.sources(0)[0][0] % n for r in topology.rounds)
@@ -1025,33 +848,9 @@ def test_one_random_peer_contracts_by_one_half_for_any_size(n: int, expected: fl
     mean = sum(W.T @ W for W in matrices(topology)) / (n - 1)
     beside = np.eye(n) - 1 / n
     np.testing.assert_allclose(beside @ mean @ beside, (1 - 1 / n) / 2 * beside, atol=1e-12)
-    assert (1 - 1 / n) / 2 == pytest.approx(expected, abs=5e-5)
 
 
-def test_random_pairs_contract_no_less_than_random_shifts() -> None:
-    """Over all 15 matchings of 6 workers: ½(1 − 1/(n − 1)) < ½(1 − 1/n)."""
-
-    def all_matchings(workers: list[int]) -> list[list[tuple[int, int]]]:
-        if not workers:
-            return [[]]
-        first, *others = workers
-        return [
-            [(first, other), *rest]
-            for other in others
-            for rest in all_matchings([w for w in others if w != other])
-        ]
-
-    total = np.zeros((6, 6))
-    for pairs in all_matchings(list(range(6))):
-        W = np.eye(6) / 2
-        for i, j in pairs:
-            W[i, j] = W[j, i] = 0.5
-        total += W.T @ W / 15
-    beside = np.eye(6) - 1 / 6
-    np.testing.assert_allclose(beside @ total @ beside, (1 - 1 / 5) / 2 * beside, atol=1e-12)
-
-
-@pytest.mark.parametrize(("n", "degree"), [(8, 4), (16, 4), (64, 4), (64, 8)])
+@pytest.mark.parametrize(("n", "degree"), [(8, 4), (64, 8)])
 def test_the_best_shifts_contract_as_the_theorem_expects(n: int, degree: int) -> None:
     """Weights of the paper; E‖W − J‖² = O(ln n / degree), and the best sample is below 1."""
     topology = make("equi-static", n, options={"degree": degree})
@@ -1067,36 +866,30 @@ def test_the_best_shifts_contract_as_the_theorem_expects(n: int, degree: int) ->
 
 
 @pytest.mark.parametrize(
-    ("name", "n", "options"),
+    ("name", "n", "better"),
     [
-        ("random-regular", 12, {"degree": 3}),
-        ("watts-strogatz", 24, {}),
-        ("social-network", 32, {}),
-        ("double-binary-tree", 15, {}),
-        ("chain", 6, {}),
-        ("star", 6, {}),
+        ("watts-strogatz", 24, True),
+        ("social-network", 32, True),
+        ("double-binary-tree", 15, True),
+        ("star", 6, False),
     ],
 )
-def test_the_fastest_weights_are_no_slower_than_others(
-    name: str, n: int, options: dict[str, object]
-) -> None:
+def test_the_fastest_weights_are_no_slower_than_others(name: str, n: int, better: bool) -> None:
     norm = {}
     for weights in topologies.WEIGHTS:
-        topology = make(name, n, seed=3, options={**options, "weights": weights})
+        topology = make(name, n, seed=3, options={"weights": weights})
         (W,) = matrices(topology)
         np.testing.assert_array_equal(W, W.T)
         np.testing.assert_allclose(W.sum(axis=1), 1, atol=1e-12)
         assert (W >= 0).all()
-        assert topology.edges.tolist() == make(name, n, seed=3, options=options).edges.tolist()
+        assert topology.edges.tolist() == make(name, n, seed=3).edges.tolist()
         norm[weights] = np.linalg.norm(W - 1 / n, 2)
     assert norm["fastest"] <= min(norm.values()) + 1e-12
-    if name in ("social-network", "double-binary-tree", "watts-strogatz"):
-        assert norm["fastest"] < 0.99 * min(norm["constant"], norm["metropolis"])
+    assert not better or norm["fastest"] < 0.99 * min(norm["constant"], norm["metropolis"])
 
 
 @pytest.mark.parametrize(
-    ("name", "n", "rate"),
-    [("ring", 8, None), ("ring", 5, None), ("hypercube", 8, None), ("fully-connected", 6, 1 / 6)],
+    ("name", "n", "rate"), [("ring", 8, None), ("ring", 5, None), ("fully-connected", 6, 1 / 6)]
 )
 def test_on_edge_transitive_graphs_the_best_constant_is_the_fastest(
     name: str, n: int, rate: float | None
@@ -1113,61 +906,42 @@ def test_on_edge_transitive_graphs_the_best_constant_is_the_fastest(
     assert fastest.contraction() == pytest.approx(best, abs=1e-9)
 
 
-def test_published_fastest_weights_of_a_path() -> None:
-    """Boyd, Diaconis, Sun & Xiao (2006): 1/2 on all edges of a path, ‖W − J‖ = cos(π/n)."""
-    chain = make("chain", 7, options={"weights": "fastest"})
-    assert chain.contraction() == pytest.approx(math.cos(math.pi / 7), abs=1e-5)
-
-
-def test_fastest_weights_are_a_minimum() -> None:
-    """No small change of the weights is faster: the problem is convex."""
-    graph = nx.Graph([(0, 1), (1, 2), (2, 3), (3, 0), (0, 2), (3, 4)])
-    adjacency = topologies.undirected("x", graph).union
-    W = topologies.fastest_mixing(adjacency).toarray()
-
-    def norm(W: np.ndarray) -> float:
-        return float(np.linalg.norm(W + np.diag(1 - W.sum(axis=1)) - 1 / 5, 2))
-
-    random = np.random.default_rng(0)
-    for k in range(1200):
-        size = (1e-2, 1e-3, 1e-4)[k % 3]
-        change = size * random.uniform(-1, 1, (5, 5)) * adjacency.toarray()
-        other = np.clip(W + change + change.T, 0, None)
-        if (other.sum(axis=1) <= 1).all():
-            assert norm(other) > norm(W) - 5e-6
-
-
 @pytest.mark.long
 def test_fastest_weights_reach_the_lower_bound_of_cutting_planes() -> None:
     """‖W − J‖ ≥ ± vᵀ(W − J)v for every unit vector v: a linear program in the weights.
 
-    Its optimum over the eigenvectors of a few W is a lower bound for all W (Kelley 1960).
+    Its optimum over the eigenvectors of a few W is a lower bound for all W (Kelley 1960). On a path
+    it is cos(π/n), with 1/2 on all edges (Boyd, Diaconis, Sun & Xiao 2006).
     """
-    fastest = make("watts-strogatz", 12, seed=3, options={"weights": "fastest"})
-    n, (i, j) = 12, fastest.edges.T
-    found = fastest.round(0).weights.toarray()[i, j]
-    m = len(i)
-    ends = np.zeros((n, m))
-    ends[i, np.arange(m)] = ends[j, np.arange(m)] = 1
-    weights, rows, bounds_, bound = np.full(m, 0.1), [], [], 0.0
-    for _ in range(80):
-        W = np.zeros((n, n))
-        W[i, j] = W[j, i] = weights
-        W += np.diag(1 - W.sum(axis=1))
-        for v in np.linalg.eigh(W - 1 / n)[1].T:
-            if abs(v.sum()) < 1e-6:  # vᵀWv = 1 − Σ_k w_k (v_i − v_j)²
-                slope = (v[i] - v[j]) ** 2
-                rows += [np.append(-slope, -1), np.append(slope, -1)]
-                bounds_ += [-1, 1]
-        program = linprog(
-            np.append(np.zeros(m), 1),
-            A_ub=np.vstack([*rows, np.column_stack([ends, np.zeros(n)])]),
-            b_ub=[*bounds_, *np.ones(n)],
-        )
-        assert program.x is not None
-        bound = program.x[-1]
-        weights = found + (program.x[:-1] - found) / 4  # closer to the minimum
-    assert fastest.contraction() == pytest.approx(bound, abs=1e-4)
+    for fastest, known in (
+        (make("watts-strogatz", 9, seed=3, options={"weights": "fastest"}), None),
+        (make("chain", 7, options={"weights": "fastest"}), math.cos(math.pi / 7)),
+    ):
+        n, (i, j) = fastest.n_workers, fastest.edges.T
+        found = fastest.round(0).weights.toarray()[i, j]
+        m = len(i)
+        ends = np.zeros((n, m))
+        ends[i, np.arange(m)] = ends[j, np.arange(m)] = 1
+        weights, rows, bounds_, bound = np.full(m, 0.1), [], [], 0.0
+        for _ in range(40):
+            W = np.zeros((n, n))
+            W[i, j] = W[j, i] = weights
+            W += np.diag(1 - W.sum(axis=1))
+            for v in np.linalg.eigh(W - 1 / n)[1].T:
+                if abs(v.sum()) < 1e-6:  # vᵀWv = 1 − Σ_k w_k (v_i − v_j)²
+                    slope = (v[i] - v[j]) ** 2
+                    rows += [np.append(-slope, -1), np.append(slope, -1)]
+                    bounds_ += [-1, 1]
+            program = linprog(
+                np.append(np.zeros(m), 1),
+                A_ub=np.vstack([*rows, np.column_stack([ends, np.zeros(n)])]),
+                b_ub=[*bounds_, *np.ones(n)],
+            )
+            assert program.x is not None
+            bound = program.x[-1]
+            weights = found + (program.x[:-1] - found) / 4  # closer to the minimum
+        assert fastest.contraction() == pytest.approx(bound, abs=1e-5)
+        assert known is None or bound == pytest.approx(known, abs=1e-5)
 
 
 def test_files_take_weights(tmp_path: Path) -> None:
@@ -1182,10 +956,8 @@ def test_files_take_weights(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_fastest_weights_of_three_hundred_workers_take_seconds() -> None:
-    start = time.process_time()
     topology = make("random-regular", 300, options={"weights": "fastest"})
     assert topology.contraction() < make("random-regular", 300).contraction()
-    assert time.process_time() - start < 60
 
 
 def test_equal_fingerprints_are_those_of_equal_graphs() -> None:

@@ -73,13 +73,8 @@ def test_batches_of_two_sizes_take_two_calls(architecture: str) -> None:
     )
     noise = torch.randn(apart.parameters.x.shape, generator=torch.Generator().manual_seed(1))
     calls, metrics, last = [], [], apart.steps_per_epoch - 1
-    assert [len(apart.task.batch(worker, 0, last)[0]) for worker in range(5)] == [
-        15,
-        15,
-        16,
-        15,
-        16,
-    ]
+    sizes = [len(apart.task.batch(worker, 0, last)[0]) for worker in range(5)]
+    assert sizes == [15, 15, 16, 15, 16]
     for run in (batched, apart):
         run.parameters.x.add_(noise, alpha=0.01)
         run.parameters.grad.fill_(0.001)
@@ -161,54 +156,44 @@ def test_tied_frozen_and_unused_parameters() -> None:
     torch.testing.assert_close(batched.buffers.flatten(), largest)
 
 
-def test_a_check_changes_nothing() -> None:
-    """Neither random numbers, of which a forward pass draws some, nor gradients and buffers."""
+def test_a_check_changes_nothing_and_each_worker_has_its_own_dropout_mask() -> None:
+    """Neither random numbers, of which a forward pass draws some, nor gradients and buffers. Equal
+    models with equal batches have different losses."""
 
     def loss(model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
         return model(batch).square().mean(), {}
 
     task: Any = SimpleNamespace(loss=loss, carried=lambda model: {})
-    layers = nn.Linear(4, 3), nn.Dropout(), nn.BatchNorm1d(3)
-    parameters = Parameters([copy.deepcopy(nn.Sequential(*layers)) for _ in range(2)])
+    model = nn.Sequential(nn.Linear(4, 64), nn.Dropout(), nn.BatchNorm1d(64, affine=False))
+    parameters = Parameters([copy.deepcopy(model) for _ in range(3)])
     batched = BatchedGradient(task, parameters)
 
     def state() -> tuple[Tensor, ...]:
         return torch.get_rng_state(), parameters.grad.clone(), parameters.buffers.clone()
 
     before = state()
-    check(batched, [torch.randn(5, 4, generator=torch.Generator()) for _ in range(2)])
+    check(batched, [torch.randn(5, 4, generator=torch.Generator()) for _ in range(3)])
     assert all(map(torch.equal, before, state()))
-
-
-def test_each_worker_has_its_own_dropout_mask() -> None:
-    """Equal models with equal batches have different losses."""
-
-    def loss(model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        return model(batch).square().mean(), {}
-
-    task: Any = SimpleNamespace(loss=loss, carried=lambda model: {})
-    model = nn.Sequential(nn.Linear(4, 64), nn.Dropout())
-    parameters = Parameters([copy.deepcopy(model) for _ in range(3)])
-    losses, _ = BatchedGradient(task, parameters)(torch.ones(3, 5, 4))
+    losses, _ = batched(torch.ones(3, 5, 4))
     assert len(set(losses.tolist())) == 3
 
 
-@pytest.mark.parametrize(
-    "other", [torch.tensor(2.0), torch.ones(1), torch.tensor(1), 1.0, None], ids=str
-)
-def test_batches_fit_only_if_values_without_axes_are_equal(other: Any) -> None:
+def test_batches_fit_only_if_values_without_axes_are_equal() -> None:
     """All workers have those of the first batch."""
     first, equal = ({"inputs": torch.ones(3, 4), "weight": torch.tensor(1.0)} for _ in range(2))
     together = stacked([first, equal])
     assert together is not None
     assert together["inputs"].shape == (2, 3, 4)
     assert together["weight"].ndim == 0
-    assert stacked([first, {**equal, "weight": other}]) is None
+    for other in (torch.tensor(2.0), torch.ones(1), torch.tensor(1), 1.0, None):
+        assert stacked([first, {**equal, "weight": other}]) is None
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "changes", [{"batch_size": 100}, {**TEXT, "max_steps_per_epoch": 9}], ids=["MLP", "dropout"]
+    "changes",
+    [{"batch_size": 100}, {**TEXT, "max_steps_per_epoch": 2, "task_options": {"hidden_size": 16}}],
+    ids=["MLP", "dropout"],
 )
 def test_a_resumed_run_is_the_same_to_the_bit(changes: dict[str, Any]) -> None:
     """Also after the last batches of an epoch, of which some have a sample more."""

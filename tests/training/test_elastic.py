@@ -21,7 +21,8 @@ from powergossip.training import resizing
 from powergossip.training.config_checks import checked
 from powergossip.training.ending import Agreement
 from powergossip.training.trainer import Trainer
-from tests.harness.checkpoints import assert_same, end_of
+from tests.harness.checkpoints import assert_same, end_of, entry_of
+from tests.harness.helpers import with_one_each
 from tests.harness.killed import run
 from tests.harness.training import reproducible
 
@@ -57,8 +58,14 @@ METHODS: list[dict[str, Any]] = [
 ]
 
 
-def label(case: dict[str, Any]) -> str:
-    return "-".join(str(value) for value in case.values())
+# Of each kind of method, one with fewer and with more workers; the others with one of them.
+CASES = with_one_each(
+    METHODS, (6, 2), lambda case: ("learning" in case, case["optimizer"] in AVERAGING)
+)
+
+
+def label(case: Any) -> str:
+    return "-".join(map(str, case.values())) if isinstance(case, dict) else str(case)
 
 
 def built(who: Processes, resume_from: Path | None = None, **changes: Any) -> Trainer:
@@ -95,17 +102,17 @@ def tensors(tree: Any, path: str = "") -> dict[str, Tensor]:
 # --- Every method ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", METHODS, ids=label)
-def test_methods_go_on_with_another_number_of_workers(case: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("case", "m"), CASES, ids=label)
+def test_methods_go_on_with_another_number_of_workers(
+    case: dict[str, Any], m: int, tmp_path: Path
+) -> None:
     before = built(Processes(), **case)
     for step in range(3):
         before.execution.train_step(0, step)
     save(before, tmp_path, 1, 0)
-    saved = before.state_dict((1, 0, {}))
-    for m in (2, 6):
-        after = built(Processes(), tmp_path, **case, n_workers=m)
-        goes_on(before, saved, after, m)
-        invariants(after, case)
+    after = built(Processes(), tmp_path, **case, n_workers=m)
+    goes_on(before, before.state_dict((1, 0, {})), after, m)
+    invariants(after, case)
 
 
 def goes_on(before: Trainer, saved: dict[str, Any], after: Trainer, m: int) -> None:
@@ -210,18 +217,18 @@ def test_within_an_epoch_the_run_resumes_at_the_same_fraction(tmp_path: Path) ->
 def test_a_run_trains_on_with_2_and_then_6_workers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    changes = SMALL | {"batch_size": 32, "checkpoint_interval": 4}
-    run(tmp_path, changes | {"num_epochs": 8})
+    changes = SMALL | {"checkpoint_interval": 4}
+    run(tmp_path, changes | {"num_epochs": 4})
     shown = {"log_verbosity": 1, "resume": True}
-    run(tmp_path, changes | shown | {"num_epochs": 12, "n_workers": 2, "topology": "chain"})
+    run(tmp_path, changes | shown | {"num_epochs": 8, "n_workers": 2, "topology": "chain"})
     assert resizing.sentence(4, 2) in capsys.readouterr().out
-    run(tmp_path, changes | {"num_epochs": 20, "n_workers": 6, "resume": "auto"})
+    run(tmp_path, changes | {"num_epochs": 12, "n_workers": 6, "resume": "auto"})
     rows = metrics.load(tmp_path)
     of_mean = rows[(rows["name"] == "accuracy") & (rows["split"] == "test_avg")]
-    assert of_mean["epoch"].tolist() == list(range(1, 21))
-    assert of_mean["value"].iloc[-1] > 0.94
+    assert of_mean["epoch"].tolist() == list(range(1, 13))
+    assert of_mean["value"].iloc[-1] > 0.85
     workers = rows[rows["name"] == "workers"]
-    assert workers[["value", "epoch"]].to_numpy().tolist() == [[2, 8], [6, 12]]
+    assert workers[["value", "epoch"]].to_numpy().tolist() == [[2, 4], [6, 8]]
     assert rows["bits"].is_monotonic_increasing
     assert rows["seconds"].is_monotonic_increasing
     assert OmegaConf.load(tmp_path / "config.yaml")["n_workers"] == 6  # type: ignore[index]
@@ -290,9 +297,8 @@ def test_the_state_does_not_depend_on_the_layout(optimizer: str, m: int, tmp_pat
     mine = shared / f"one-{who.rank}"
     alone = Processes()
     written = Checkpoints(shared / "two", alone)
-    entry = written.describe()
-    assert entry is not None
-    Checkpoints(mine, alone).save(1, range(4), written.load(range(4)), entry["facts"])
+    facts = entry_of(shared / "two")["facts"]
+    Checkpoints(mine, alone).save(1, range(4), written.load(range(4)), facts)
     whole, other = (
         run.state_dict(run.position)
         for run in (

@@ -7,35 +7,33 @@ from typing import Any
 import pytest
 
 from powergossip.errors import BadInput
-from powergossip.network import Processes
 from powergossip.runs import metrics
-from powergossip.runs.checkpoints import Checkpoints
-from tests.harness import launch
+from tests.harness.checkpoints import entry_of
+from tests.harness.killed import run
 from tests.harness.training import main
 
 # The learning rate grows in the last epoch: the best checkpoint is an earlier one.
-RUN = [
-    "task_architecture=MLP",
-    "n_workers=4",
-    "num_epochs=3",
-    "checkpoint_interval=1",
-    "log_verbosity=0",
-    "gradient_clipping=1",
-    "lr_schedule_milestones=[[2, 100]]",
-]
-
-
-def files_below(folder: Path) -> dict[Path, tuple[bytes, int]]:
-    files = [file for file in folder.rglob("*") if file.is_file()]
-    return {file: (file.read_bytes(), file.stat().st_mtime_ns) for file in files}
+RUN: dict[str, Any] = {
+    "task_architecture": "MLP",
+    "n_workers": 4,
+    "num_epochs": 3,
+    "checkpoint_interval": 1,
+    "log_verbosity": 0,
+    "gradient_clipping": 1,
+    "lr_schedule_milestones": [[2, 100]],
+}
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder: Path = tmp_path_factory.mktemp("run")
-    with pytest.MonkeyPatch.context() as patch:
-        main(patch, *RUN, "--output-dir", str(folder))
+    run(folder, RUN)
     return folder
+
+
+def times_below(folder: Path) -> dict[Path, tuple[bytes, int]]:
+    files = [file for file in folder.rglob("*") if file.is_file()]
+    return {file: (file.read_bytes(), file.stat().st_mtime_ns) for file in files}
 
 
 def comparable(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -49,20 +47,14 @@ def comparable(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("which", ["last", "best"])
 def test_the_rows_are_those_of_training_and_no_file_changes(
-    which: str,
-    finished: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    which: str, finished: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before = files_below(finished)
+    before = times_below(finished)
     arguments = ["--output-dir", str(finished), "evaluate_only=true", f"checkpoint={which}"]
     rows = main(monkeypatch, *arguments)
-    assert files_below(finished) == before
-    entry = Checkpoints(finished, Processes()).describe(which)
-    assert entry is not None
-    last = Checkpoints(finished, Processes()).describe()
-    assert last is not None
-    epoch = 3 * entry["step"] // last["step"]
+    assert times_below(finished) == before
+    entry = entry_of(finished, which)
+    epoch = 3 * entry["step"] // entry_of(finished)["step"]
     assert (which == "last") == (epoch == 3)
     logged = metrics.load(finished)
     of_epoch = logged[logged["epoch"] == epoch].to_dict("records")
@@ -74,32 +66,22 @@ def test_the_rows_are_those_of_training_and_no_file_changes(
     assert f"step {entry['step']}\n" in table
 
 
-@pytest.mark.slow
-def test_another_layout_and_other_data(finished: Path) -> None:
-    before = files_below(finished)
-    ended = launch.python(
-        "train.py",
-        "--output-dir",
-        finished,
-        "evaluate_only=true",
-        "evaluate_training_data=true",
-        processes=2,
-    )
-    assert (ended.returncode, ended.stderr) == (0, "")
-    logged = metrics.load(finished)
-    accuracy = logged[(logged["name"] == "accuracy") & (logged["split"] == "test_avg")]
-    assert ended.stdout.count(f"{accuracy['value'].iloc[-1]:.2%}") >= 1
-    assert files_below(finished) == before
+def test_other_data_may_be_evaluated(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = times_below(finished)
+    keys = ["evaluate_only=true", "evaluate_training_data=true"]
+    rows = main(monkeypatch, "--output-dir", str(finished), *keys)
+    assert len([r for r in rows if r.get("split") == "train_full" and r["name"] == "accuracy"]) == 4
+    assert times_below(finished) == before
 
 
 @pytest.mark.parametrize("key", ["seed=2", "checkpoint=first"])
 def test_what_cannot_be_evaluated_is_rejected(
     key: str, finished: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = files_below(finished)
+    before = times_below(finished)
     with pytest.raises(BadInput, match=key):
         main(monkeypatch, "--output-dir", str(finished), "evaluate_only=true", key)
-    assert files_below(finished) == before
+    assert times_below(finished) == before
 
 
 @pytest.mark.parametrize("which", ["last", "best"])
@@ -108,8 +90,6 @@ def test_no_checkpoint_takes_the_place_of_a_damaged_one(
 ) -> None:
     folder = tmp_path / "run"
     shutil.copytree(finished, folder)
-    entry = Checkpoints(folder, Processes()).describe(which)
-    assert entry is not None
-    (folder / "checkpoints" / f"step-{entry['step']:06d}" / "part-0.pt").write_bytes(b"")
+    (folder / "checkpoints" / entry_of(folder, which)["folder"] / "part-0.pt").write_bytes(b"")
     with pytest.raises(BadInput, match=r"part-0\.pt is damaged"):
         main(monkeypatch, "--output-dir", str(folder), "evaluate_only=true", f"checkpoint={which}")

@@ -22,7 +22,6 @@ from powergossip.algorithms.torch_powersgd import HOOKS
 from powergossip.compressors import COMPRESSORS
 from powergossip.network import Processes
 from powergossip.optimizers.gossip_method import GossipMethod
-from powergossip.runs import configuration
 from powergossip.training import method_keys
 from powergossip.training.config_checks import checked, option_defaults
 from powergossip.training.method_keys import (
@@ -97,20 +96,36 @@ def test_every_key_has_its_case() -> None:
     assert keys == {*CASES, *TIME_ONLY}
 
 
-@pytest.mark.parametrize("key", ["adam_beta1", "adam_beta2", "adam_epsilon"])
-def test_settings_of_adamw_are_those_of_vectors_with_muon(key: str) -> None:
-    given = configured(local_optimizer="muon", **{key: 0.5})
-    assert vars(checked(given, ALONE, explicit={key}))[key] == 0.5
-    runs = [after_steps(3, local_optimizer="muon", **more) for more in ({}, {key: 0.5})]
-    assert not torch.equal(*(run.parameters.x for run in runs))
+def test_settings_of_adamw_are_those_of_vectors_with_muon() -> None:
+    by_default = after_steps(2, local_optimizer="muon")
+    for key in ("adam_beta1", "adam_beta2", "adam_epsilon"):
+        given = configured(local_optimizer="muon", **{key: 0.5})
+        assert vars(checked(given, ALONE, explicit={key}))[key] == 0.5
+        run = after_steps(2, local_optimizer="muon", **{key: 0.5})
+        assert not torch.equal(run.parameters.x, by_default.parameters.x)
+
+
+@pytest.fixture(scope="module")
+def by_default() -> dict[str, tuple[Tensor, Any]]:
+    """Results without a value for the key, of several keys."""
+    return {}
 
 
 @pytest.mark.parametrize("key", CASES)
-def test_a_key_changes_what_is_computed_or_sent(key: str) -> None:
+def test_a_key_changes_what_is_computed_or_sent(
+    key: str, by_default: dict[str, tuple[Tensor, Any]]
+) -> None:
     value, common = CASES[key]
-    first, second = after_steps(8, **common), after_steps(8, **common, **{key: value})
-    same = torch.equal(first.parameters.x, second.parameters.x)
-    assert not same or (first.network.bits != second.network.bits).any()
+
+    def result(**changes: Any) -> tuple[Tensor, Any]:
+        run = after_steps(6, **common, **changes)
+        return run.parameters.x, run.network.bits
+
+    if str(common) not in by_default:
+        by_default[str(common)] = result()
+    x, bits = by_default[str(common)]
+    other, of_other = result(**{key: value})
+    assert not torch.equal(x, other) or (bits != of_other).any()
 
 
 @pytest.mark.parametrize("key", TIME_ONLY)
@@ -121,17 +136,24 @@ def test_a_key_that_changes_time_only_arrives(key: str) -> None:
     assert c.method.options[ALIASES.get(optimizer, {}).get(name, name)] == value
 
 
-def test_a_rank_with_which_nothing_is_compressed_gives_a_warning() -> None:
-    with pytest.warns(UserWarning, match=r"^optimizer_rank=129: use 128 or less"):
-        after_steps(1, optimizer_rank=129)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        after_steps(1, optimizer_rank=128)
-
-
-def test_a_run_without_an_exchange_gives_a_warning() -> None:
-    with pytest.warns(UserWarning, match=r"^local_steps=9999: use at most the .* nothing"):
-        after_steps(1, local_steps=9999, optimizer="dpsgd")
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"optimizer_rank": 129}, "^optimizer_rank=129: use 128 or less"),
+        ({"optimizer_rank": 128}, None),
+        (
+            {"optimizer": "dpsgd", "local_steps": 9999},
+            "^local_steps=9999: use at most the .* nothing",
+        ),
+    ],
+)
+def test_nothing_to_compress_or_to_exchange_gives_a_warning(
+    changes: dict[str, Any], words: str | None
+) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        after_steps(1, **changes)
+    assert [bool(re.search(words or "", str(w.message))) for w in caught] == [True] * bool(words)
 
 
 @pytest.mark.parametrize(("rate", "wrecked"), [(1.0, False), (2.0, True)])
@@ -173,19 +195,14 @@ def test_messages_in_flight_during_a_round_reduce_the_default_diffusion_rate(
 # Keys of other methods.
 
 
-def test_a_key_of_the_method_and_null_for_another_are_accepted() -> None:
-    accepted = ["optimizer=moniqua", "optimizer_theta=0.5", "optimizer_rank=null"]
-    found = configuration.read_command_line(OmegaConf.structured(train.Config), accepted, "")
-    explicit = [key for key, source in found.given.items() if source.explicit]
-    assert checked(configured(optimizer="moniqua", optimizer_theta=0.5), ALONE, explicit)
-
-
 def test_a_driver_may_loop_over_methods_with_one_warning() -> None:
     config = configured(optimizer="dpsgd", optimizer_theta=0.5, optimizer_rank=2)
     with pytest.warns(UserWarning, match="optimizer_rank, optimizer_theta") as caught:
         found = checked(config, ALONE)
     assert len(caught) == 1
     assert list(found.options) == ["diffusion_rate"]
+    explicit = ["optimizer", "optimizer_theta", "optimizer_rank"]  # null for another method
+    assert checked(configured(optimizer="moniqua", optimizer_theta=0.5), ALONE, explicit)
 
 
 @pytest.mark.parametrize("optimizer", [*AVERAGING, *AGGREGATIONS])
@@ -242,9 +259,7 @@ def test_options_of_a_row_of_a_script_are_those_that_it_has(
 
 def test_an_error_names_keys_that_exist_only(monkeypatch: pytest.MonkeyPatch) -> None:
     class Mine:
-        def __init__(
-            self, network: Any, layout: Any, *, beta: float = 0.2, theta: float = 1
-        ) -> None: ...
+        def __init__(self, network: Any, layout: Any, *, beta: float = 0.2, theta: float = 1): ...
 
     monkeypatch.setitem(AVERAGING, "mine", Mine)
     own = r"optimizer_rank=2: .* \(its options: beta by functools.partial, optimizer_theta\)"
@@ -265,28 +280,18 @@ def test_a_task_alone_has_its_own_settings(task: str) -> None:
     assert again == found, "a recorded configuration stands for itself"
 
 
-def test_the_learning_rate_of_digits_is_one_with_which_a_worker_alone_trains() -> None:
-    """With 0.05, some seeds end at 10 %."""
-    assert tasks.defaults("Digits")["learning_rate"] == 0.02
-
-
 def configured_task(**values: Any) -> Any:
-    config = OmegaConf.structured(train.Config)
-    for key, value in values.items():
-        config[key] = value
-    return config
+    return OmegaConf.merge(OmegaConf.structured(train.Config), values)
 
 
 def test_given_settings_are_not_those_of_the_task() -> None:
-    given = {
-        "batch_size": 3,
-        "momentum": 0.5,
-        "lr_schedule_milestones": [],
-        "gradient_clipping": None,
-    }
+    given: dict[str, Any] = {"batch_size": 3, "momentum": 0.5}
+    given |= {"lr_schedule_milestones": [], "gradient_clipping": None}
     found = checked(configured_task(task="LSTM", **given), ALONE)
     assert {key: getattr(found, key) for key in given} == given
     assert checked(configured_task(task="LSTM"), ALONE).gradient_clipping == 0.4
+    found = checked(configured_task(n_workers=6, distributed_lr_warmup_factor="auto"), ALONE)
+    assert found.distributed_lr_warmup_factor == 6
 
 
 @pytest.mark.parametrize(
@@ -316,12 +321,6 @@ def test_runs_of_other_versions_are_rejected(tmp_path: Path) -> None:
         check_same_run(tmp_path, saved, now)
 
 
-def test_the_warm_up_may_end_at_the_number_of_workers() -> None:
-    found = checked(configured_task(n_workers=6, distributed_lr_warmup_factor="auto"), ALONE)
-    assert found.distributed_lr_warmup_factor == 6
-
-
-@pytest.mark.parametrize("given", [None, True, False])
 @pytest.mark.parametrize(
     ("learning", "optimizer", "default"),
     [
@@ -336,11 +335,11 @@ def test_the_warm_up_may_end_at_the_number_of_workers() -> None:
     ],
 )
 def test_messages_of_tracking_follow_the_update_by_default(
-    learning: str, optimizer: str, default: bool, given: bool | None
+    learning: str, optimizer: str, default: bool
 ) -> None:
-    asked = configured(n_workers=2, learning=learning, optimizer=optimizer, overlapping=given)
-    found = Trainer(checked(asked, ALONE), ALONE).config.overlapping
-    assert found is (default if given is None else given)
+    for given, expected in ((None, default), (not default, not default)):
+        asked = configured(n_workers=2, learning=learning, optimizer=optimizer, overlapping=given)
+        assert Trainer(checked(asked, ALONE), ALONE).config.overlapping is expected
 
 
 @pytest.mark.parametrize(
@@ -431,16 +430,3 @@ def test_help_has_the_defaults_of_each_task() -> None:
         name: [f"{key}={as_written(value)}" for key, value in tasks.defaults(name).items()]
         for name in tasks.TASKS
     }
-
-
-def test_help_groups_the_options_of_each_method(capsys: pytest.CaptureFixture[str]) -> None:
-    """A key has the default of the method, and a key that several methods have, those of each."""
-    with pytest.raises(SystemExit):
-        train.main(["--help"])
-    parts = re.split(r"\n\n(optimizer\S*=.*):\n", capsys.readouterr().out)
-    groups = dict(zip(parts[1::2], parts[2::2], strict=True))
-    assert "  optimizer_num_iterations=2 " in groups["optimizer=power-gossip"]
-    assert "  optimizer_keep_ratio=0.01 " in groups["optimizer=dgc"]
-    assert "optimizer_rank" not in groups["optimizer=choco"]
-    for name in (*AVERAGING, *AGGREGATIONS):
-        assert any(name in title for title in groups) or not option_defaults(name), name

@@ -3,8 +3,10 @@
 import random
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -24,7 +26,6 @@ from powergossip.training.config_checks import checked
 from powergossip.training.methods import check_method
 
 ALONE = Processes()
-RING = make("ring", 4)
 LEAK = "mine: a worker learns of another one without a message"
 STATE = "mine goes on differently from a checkpoint"
 Step = Callable[..., Any]
@@ -70,7 +71,7 @@ class Averages:
     steps = 0
 
     def __init__(self, network: Any, layout: Any) -> None:
-        self.weight = random.random()
+        self.weight = random.random() * np.random.random()
         self.before: Tensor | None = None
 
     def step(self, x: Tensor) -> Any:
@@ -156,10 +157,18 @@ AVERAGES = [
         Averages,
         (lambda self, x: x.lerp_((yield ToAll(x)).mean(1), float(torch.rand(()))), None),
         (lambda self, x: x.lerp_((yield ToAll(x)).mean(1), own_random()), None),
+        (lambda self, x: x.mul_(m := (yield ToAll(x)).norm()).div_(m).add_(1), None),  # 0 / 0
         (lambda self, x: (yield ToAll(x)).mean(1), "optimizer=mine does not change x; a step"),
+        (lambda self, x: (yield x), "yielded Tensor; use ToAll, ToEach, Mean or Gather"),
+        (lambda self, x: (yield ToAll(x[0])), r"ToAll of a tensor \(1024,\): use one of shape"),
+        (lambda self, x: (yield Mean(x[0])), r"Mean of a tensor \(1024,\): use one of shape"),
         (lambda self, x: x.mul_(0.5), "a step returned Tensor; use a generator"),
         (silent, "optimizer=mine sends no messages; a step yields them"),
         (lambda self, x: x.lerp_(x.roll(1, 0), 0.5) + (yield ToAll(x)).mean(1), LEAK),
+        (
+            lambda self, x: x.lerp_(x.roll(1, 0), 0.1 * float((yield ToAll(x)).any())),
+            LEAK,
+        ),
         (lambda self, x: x.mul_(self.weight).lerp_((yield ToAll(x))[:, 0] * 0 + x[0], 0.5), LEAK),
     ),
 ]
@@ -339,9 +348,45 @@ class ForgetsAnchor(Rule):
     state: ClassVar[Any] = {"steps": Variable.RESET}
 
 
+class ForgetsSum(Rule):
+    """And the sum of the displacements since the last messages, which is not in the state."""
+
+    period = 12
+    _sum: Any = 0
+
+    def update(self, u: Tensor | None) -> None:
+        assert u is not None
+        self._sum = self._sum + u
+        if self.exchanging:
+            self._x.add_(self._sum)
+            self._sum = 0
+
+
+class LacksVariable(Rule):
+    state: ClassVar[Any] = {"other": Variable.KEPT}
+
+
+class Method(Rule):
+    def exchanging(self) -> bool:  # type: ignore[override]
+        return False
+
+
 class ReadsGradients(Rule):
     def direct(self, g: Tensor) -> None:
         g.copy_(g.mean(0).expand_as(g))
+
+
+class Noisy(Rule):
+    def update(self, u: Tensor | None) -> None:
+        super().update(u)
+        self._x.add_(0.01 * torch.randn_like(self._x))
+
+
+class LeaksAtTheEndOfARound(Rule):
+    def settle(self) -> None:
+        if self.exchanging:
+            self._x.lerp_(self._x.roll(1, 0), 0.1)
+        super().settle()
 
 
 class Names(Rule):
@@ -364,7 +409,12 @@ LEARNS = [
     (Seldom, None),
     (Never, "learning=mine sends no messages; a step yields them"),
     (ForgetsAnchor, STATE),
+    (ForgetsSum, STATE),
+    (LacksVariable, "LacksVariable.state has 'other': use self._other for the variable"),
+    (Method, "Method.exchanging: use a property; a method is true in every step"),
+    (partial(Rule, local_steps=2), "learning=mine is the row .*; use a class derived from Goss"),
     (ReadsGradients, LEAK),
+    (Noisy, None),
     (AssignedX, "learning=mine does not change x by gradients"),
     (Names, r"Names.state=\('anchor',\): use a mapping from names to Variable"),
     (Generates, "Generates.step: use the methods of GossipRule, such as update"),
@@ -374,14 +424,14 @@ LEARNS = [
 @pytest.mark.parametrize(
     ("registry", "row", "sentence"),
     [
-        pytest.param(registry, *case, id=f"{kind}-{i}-{case[0].__name__}")
-        for kind, registry, cases in (
-            ("averaging", AVERAGING, AVERAGES),
-            ("aggregation", AGGREGATIONS, AGGREGATES),
-            ("compressor", COMPRESSORS, COMPRESSES),
-            ("learning", LEARNING, LEARNS),
+        (registry, *case)
+        for registry, cases in (
+            (AVERAGING, AVERAGES),
+            (AGGREGATIONS, AGGREGATES),
+            (COMPRESSORS, COMPRESSES),
+            (LEARNING, LEARNS),
         )
-        for i, case in enumerate(cases)
+        for case in cases
     ],
 )
 def test_rows_of_a_script_are_tried_before_data_are_loaded(
@@ -436,17 +486,16 @@ def test_options_of_a_learning_rule_of_a_script_have_types(
     options: dict[str, Any], accepted: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Mine(Rule):
-        def __init__(
+        def __init__(  # the type of pull is that of the default
             self,
             workers: Any,
             *,
-            pull: float = 0.5,
+            pull=0.5,
             sign: bool = False,
             kind: str = "",
             several: float | str = 1.0,
         ) -> None: ...
 
-    del Mine.__init__.__annotations__["pull"]  # the type is that of the default
     monkeypatch.setitem(LEARNING, "mine", Mine)
     with pytest.raises(ValueError, match=accepted) if accepted else nullcontext():
         settings(optimizer="power-gossip", learning="mine", learning_options=options)
@@ -460,20 +509,21 @@ def test_a_learning_rule_of_a_script_has_any_local_optimizer_and_many_local_step
     keys = {"local_optimizer": local_optimizer, "local_steps": local_steps}
     c = settings(optimizer="dpsgd", learning="mine", **keys)
     assert local_steps == 1 or local_steps > trials.MOST
-    check_method(c, Network(RING, ALONE))
+    check_method(c, Network(make("ring", 4), ALONE))
+    monkeypatch.setitem(LEARNING, "mine", LeaksAtTheEndOfARound)
+    with pytest.raises(ValueError, match=LEAK):
+        check_method(c, Network(make("ring", 4), ALONE))
 
 
-@pytest.mark.parametrize("name", [*AVERAGING, *AGGREGATIONS])
+@pytest.mark.parametrize("name", [*AVERAGING, *AGGREGATIONS, *LEARNING])
 def test_methods_of_the_library_pass(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    c = settings(optimizer=name)
+    keys: dict[str, Any] = {"optimizer": name}
+    topology = "ring"
+    if name in LEARNING:
+        optimizer = "dpsgd" if Kind.ANTISYMMETRIC in LEARNING[name].kinds else "choco"
+        steps = 4 if "local_steps" in learning.options(name) else 1
+        keys = {"optimizer": optimizer, "learning": name, "local_steps": steps}
+        topology = "chain"
+    c = settings(topology=topology, **keys)
     monkeypatch.setattr(options, "is_of_library", lambda row: False)
-    check_method(c, Network(RING, ALONE))
-
-
-@pytest.mark.parametrize("name", LEARNING)
-def test_learning_rules_of_the_library_pass(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    optimizer = "dpsgd" if Kind.ANTISYMMETRIC in LEARNING[name].kinds else "choco"
-    steps = 4 if "local_steps" in learning.options(name) else 1
-    c = settings(topology="chain", optimizer=optimizer, learning=name, local_steps=steps)
-    monkeypatch.setattr(options, "is_of_library", lambda row: False)
-    check_method(c, Network(make("chain", 4), ALONE))
+    check_method(c, Network(make(topology, 4), ALONE))

@@ -12,20 +12,17 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from omegaconf import OmegaConf
 from torch import Tensor, nn
 
-import train
 from powergossip import kernels, tasks
-from powergossip.network import Processes, processes
 from powergossip.runs import figures, metrics, tables
 from powergossip.tasks import language
 from powergossip.tasks.images import ImageClassification, LabeledImages
 from powergossip.tasks.shards import held_out
-from powergossip.training.config_checks import checked
-from powergossip.training.measurements import Hooks
-from powergossip.training.trainer import Trainer
 from tests.harness import small_data
+from tests.harness.killed import run
+from tests.harness.training import trained as short_run
+from tests.harness.training import value
 
 RATIO = 0.2
 TINY: dict[str, Any] = {"task_architecture": "MLP", "n_workers": 4, "log_verbosity": 0}
@@ -85,6 +82,7 @@ def test_held_out_samples_are_in_no_shard_and_the_same_for_all(partition: dict[s
 
 @pytest.mark.parametrize("ratio", [0.01, 0.1, 0.5, 0.9])
 def test_each_label_loses_the_same_fraction(ratio: float) -> None:
+    """Of labels with equal remainders, as in regression, some of the whole range."""
     labels = images(313).labels
     held = held_out(labels, ratio)
     assert held.sum() == round(313 * ratio)
@@ -93,20 +91,9 @@ def test_each_label_loses_the_same_fraction(ratio: float) -> None:
         assert held[of_label].sum() == pytest.approx(ratio * of_label.sum(), abs=1)
     assert not np.array_equal(held, np.sort(held)[::-1]), "not simply the first"
     assert not held_out(labels, 0.0).any()
-
-
-def test_labels_with_equal_remainders_are_not_held_out_in_their_order() -> None:
-    """A tenth of 1000 labels with a sample each, as in regression, from their whole range."""
-    labels = torch.arange(1000)
-    held = labels[torch.from_numpy(held_out(labels, 0.1))]
-    assert len(held) == 100
-    assert held.float().mean().item() == pytest.approx(499.5, abs=100)
-
-
-@pytest.mark.parametrize("ratio", [-0.1, 1])
-def test_a_ratio_that_is_no_part_is_rejected_by_tasks(ratio: float) -> None:
-    with pytest.raises(ValueError, match=f"^validation_ratio={ratio:g}"):
-        tasks.make("Digits", n_workers=1, batch_size=1, seed=1, validation_ratio=ratio)
+    distinct = torch.arange(1000)[torch.from_numpy(held_out(torch.arange(1000), 0.1))]
+    assert len(distinct) == 100
+    assert distinct.float().mean().item() == pytest.approx(499.5, abs=100)
 
 
 @pytest.mark.long
@@ -137,18 +124,18 @@ def test_a_text_holds_out_its_end() -> None:
 # Rows of a run, and the best checkpoint.
 
 
-@pytest.fixture(autouse=True)
-def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train, "config", OmegaConf.structured(train.Config))
-    monkeypatch.setattr(train, "output_dir", None)
-
-
 def trained(folder: Path, **changes: Any) -> pd.DataFrame:
     """The rows of a short run on Digits with a checkpoint after each epoch."""
-    values = {**TINY, "num_epochs": 3, "checkpoint_interval": 1, **changes}
-    arguments = [f"{key}={value}" for key, value in values.items()]
-    train.main([*arguments, "--output-dir", str(folder)])
+    run(folder, {**TINY, "num_epochs": 3, "checkpoint_interval": 1, **changes})
     return metrics.load(folder)
+
+
+@pytest.fixture(scope="module")
+def everything(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with rows of all workers, of their mean, and of all splits."""
+    folder: Path = tmp_path_factory.mktemp("everything")
+    trained(folder, validation_ratio=RATIO)
+    return folder
 
 
 def by_epoch(rows: pd.DataFrame, name: str, split: str) -> list[float]:
@@ -158,11 +145,14 @@ def by_epoch(rows: pd.DataFrame, name: str, split: str) -> list[float]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("averaged", [True, False])
-def test_the_best_checkpoint_is_chosen_on_validation_data(tmp_path: Path, averaged: bool) -> None:
+def test_the_best_checkpoint_is_chosen_on_validation_data(
+    averaged: bool, everything: Path, tmp_path: Path
+) -> None:
     """Rows for every metric, beside the test rows; the validation rows give the score."""
-    rows = trained(
-        tmp_path / "run", validation_ratio=RATIO, evaluate_average_model=str(averaged).lower()
-    )
+    folder = everything if averaged else tmp_path
+    if not averaged:
+        trained(folder, validation_ratio=RATIO, evaluate_average_model=False)
+    rows = metrics.load(folder)
     for name in ("accuracy", "cross_entropy"):
         for split in ("valid", "test"):
             of_workers = rows[(rows["name"] == name) & (rows["split"] == split)]
@@ -170,60 +160,43 @@ def test_the_best_checkpoint_is_chosen_on_validation_data(tmp_path: Path, averag
             assert len(by_epoch(rows, name, f"{split}_avg")) == (3 if averaged else 0)
     suffix = "_avg" if averaged else ""
     valid, test = (by_epoch(rows, "accuracy", f"{split}{suffix}") for split in ("valid", "test"))
-    index = json.loads((tmp_path / "run/checkpoints/index.json").read_text())
+    index = json.loads((folder / "checkpoints/index.json").read_text())
     assert index["best"]["score"] == pytest.approx(max(valid))
     assert index["last"]["score"] == pytest.approx(valid[-1])
     assert max(valid) not in test
-    facts = json.loads((tmp_path / "run/info.json").read_text())
+    facts = json.loads((folder / "info.json").read_text())
     assert facts["samples"] == {"train": 1150, "valid": 287, "test": 360}
     assert sum(map(sum, facts["label_counts"])) == 1150
     assert facts["kernels"] == kernels.name(kernels.compiled())
 
 
 @pytest.mark.long
-def test_tuning_may_leave_out_workers_and_test_data(tmp_path: Path) -> None:
+def test_tuning_may_leave_out_workers_and_test_data(everything: Path, tmp_path: Path) -> None:
     """The other rows, and the score, stay the same."""
-    everything = trained(tmp_path / "everything", validation_ratio=RATIO)
-    rows = trained(
-        tmp_path / "few",
-        validation_ratio=RATIO,
-        evaluate_workers=False,
-        evaluate_test_data=False,
-    )
-    expected = everything[~everything["split"].isin(["test", "test_avg", "valid"])]
+    fewer = {"evaluate_workers": False, "evaluate_test_data": False}
+    rows = trained(tmp_path, validation_ratio=RATIO, **fewer)
+    expected = metrics.load(everything)
+    expected = expected[~expected["split"].isin(["test", "test_avg", "valid"])]
     expected, rows = (
         kept[kept["name"] != "phase_seconds"].drop(columns="seconds").reset_index(drop=True)
         for kept in (expected, rows)
     )
     pd.testing.assert_frame_equal(rows, expected[rows.columns])
     scores = [
-        json.loads((tmp_path / name / "checkpoints/index.json").read_text())["best"]["score"]
-        for name in ("everything", "few")
+        json.loads((folder / "checkpoints/index.json").read_text())["best"]["score"]
+        for folder in (everything, tmp_path)
     ]
     assert scores[0] == scores[1] > 0
 
 
 def test_validation_rows_are_of_the_models_on_the_held_out_samples() -> None:
-    rows: list[dict[str, Any]] = []
-    hooks = Hooks(
-        log_metric=lambda name, values, tags: rows.append({"name": name, **values, **tags})
-    )
-    config = OmegaConf.merge(train.config, TINY, {"num_epochs": 1, "validation_ratio": RATIO})
-    run = Trainer(checked(config, processes()), processes(), hooks)  # type: ignore[arg-type]
-    run.train()
+    run, rows = short_run(validation_ratio=RATIO)
     whole = tasks.make("Digits", n_workers=1, batch_size=1, seed=9, validation_ratio=RATIO)
     for worker, model in enumerate(run.parameters.models):
         sums = whole.evaluate(model, "valid")
-        (row,) = [r for r in rows if r.get("split") == "valid" and r.get("worker") == worker][:1]
-        assert row["value"] == pytest.approx(sums[row["name"]] / sums["count"])
-
-
-@pytest.mark.long
-def test_without_a_ratio_no_rows_are_added(tmp_path: Path) -> None:
-    rows = trained(tmp_path / "run", num_epochs=1)
-    assert set(rows["split"].dropna()) == {"train", "test", "test_avg"}
-    facts = json.loads((tmp_path / "run/info.json").read_text())
-    assert facts["samples"] == {"train": 1437, "test": 360}
+        for name in ("accuracy", "cross_entropy"):
+            found = value(rows, name, split="valid", worker=worker)
+            assert found == pytest.approx(sums[name] / sums["count"])
 
 
 @pytest.mark.long
@@ -253,31 +226,3 @@ def test_the_summary_and_the_figure_have_the_validation_accuracy(tmp_path: Path)
     assert "validation" not in tables.summary(without)
     figures.figure(without, tmp_path / "figure.svg")
     assert "validation" not in (tmp_path / "figure.svg").read_text()
-
-
-@pytest.mark.parallel(2)
-def test_two_processes_hold_out_the_same_samples() -> None:
-    """Rows of the mean model agree with those of one process."""
-
-    def rows_of(who: Processes) -> list[float]:
-        rows: list[float] = []
-        hooks = Hooks(
-            log_metric=lambda name, values, tags: (
-                rows.append(values["value"])
-                if tags.get("split") in ("valid", "valid_avg")
-                else None
-            )
-        )
-        config = OmegaConf.merge(train.config, TINY, {"num_epochs": 1, "validation_ratio": RATIO})
-        config.optimizer = "dpsgd"
-        Trainer(checked(config, who), who, hooks).train()  # type: ignore[arg-type]
-        return rows
-
-    who = processes()
-    apart, complaint = rows_of(who), ""
-    if who.rank == 0:
-        together = rows_of(Processes())
-        # Three metrics of four workers and of their mean.
-        if len(apart) != 3 * 5 or apart != pytest.approx(together, rel=1e-5):
-            complaint = f"{apart} instead of {together}"
-    assert who.broadcast(complaint) == ""

@@ -50,11 +50,9 @@ def trainer(*keys: str, ones: bool = False, hooks: Hooks | None = None) -> Itera
 @pytest.mark.parametrize(
     "keys",
     [
-        "optimizer=choco optimizer_compressor=sign-and-norm",
-        "local_optimizer=adamw gradient_clipping=1.0 precision=bf16",
-        "local_optimizer=muon learning=diloco local_steps=2",
-        "optimizer=powersgd optimizer_num_batches_per_step=2",
-        "batched_gradients=on",
+        "optimizer=choco optimizer_compressor=sign-and-norm local_optimizer=adamw precision=bf16",
+        "local_optimizer=muon learning=diloco local_steps=2 gradient_clipping=1.0",
+        "optimizer=powersgd optimizer_num_batches_per_step=2 batched_gradients=on",
         "optimizer=dgc",
     ],
 )

@@ -5,12 +5,13 @@ Axes: worker (hosted here). Each worker has D elements. A position is an index 0
 
 from collections.abc import Mapping, Sequence
 from math import ceil, prod
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from powergossip import randomness
+from powergossip.algorithms.averaging import Aggregation
 from powergossip.algorithms.dgc.clipping import Clipping
 from powergossip.algorithms.dgc.config import DGCConfig
 from powergossip.algorithms.dgc.selection import Selector
@@ -25,7 +26,7 @@ def _half(values: Tensor, dtype: torch.dtype, terms: int = 1) -> Tensor:
     return torch.where(values.isinf(), values, finite).to(dtype)
 
 
-class DGCAggregation:
+class DGCAggregation(Aggregation):
     """The mean of the workers' sparse gradients.
 
     Worker i accumulates the elements that it has not sent in v_i, with momentum u_i::
@@ -52,8 +53,7 @@ class DGCAggregation:
         ValueError: For more elements than 32-bit positions can address.
     """
 
-    owns_momentum: ClassVar[bool] = True
-    clips: ClassVar[bool] = True
+    owns_momentum = clips = True
 
     def __init__(
         self,
@@ -89,9 +89,6 @@ class DGCAggregation:
     def at_epoch(self, epoch: float) -> None:
         """Set the fraction that is sent, which follows the warm-up."""
         self._set_fraction(self._config.fraction(epoch))
-
-    def at_learning_rate(self, *rates: float) -> None:
-        """Accumulated gradients are in units of the gradient."""
 
     def _set_fraction(self, fraction: float) -> None:
         if fraction == self._fraction:

@@ -15,7 +15,7 @@ A step of a rule consists of `start()`, the gradients, and `finish()`::
     tracking.py         gradient tracking, normalized, and over CHOCO-Gossip: BEER, MoTEF
     local_tracking.py   K-GT, momentum tracking
     outer.py            outer optimizers of language models: DiLoCo, GASLoC, NoLoCo
-    outer_stability.py  diffusion rates that keep outer momentum stable
+    outer_stability.py  diffusion rates that keep momentum stable
     exact_diffusion.py  exact diffusion, over CHOCO-Gossip: LEAD, CEDAS
     relay.py            RelaySGD on trees, in place of an averaging rule
     accelerated.py      A²CiD², for messages that may be late
@@ -36,7 +36,6 @@ from powergossip.algorithms.learning.gossip_rule import (
     GossipRule,
     Local,
     MakeAveraging,
-    NoUpdate,
     Variable,
     Workers,
 )
@@ -102,7 +101,6 @@ __all__ = [
     "MoTEF",
     "MomentumTracking",
     "NoLoCo",
-    "NoUpdate",
     "NormalizedGradientTracking",
     "QuasiGlobalAdam",
     "QuasiGlobalMomentum",

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from powergossip.algorithms.aggregation import Aggregation, momentum_of
+from powergossip.algorithms.averaging import Aggregation
 from powergossip.algorithms.learning.interface import Correction, Decay, LocalStep
 from powergossip.network import Network
 from powergossip.parameters import Parameters
@@ -47,7 +47,8 @@ class CentralizedSGD:
         self._x, self._gradient = parameters.x, parameters.grad
         self._mean = torch.zeros_like(parameters.grad)
         self._clip = Correction(parameters, 0.0, clip)
-        self._decay = Decay(parameters, weight_decay, *momentum_of(aggregation))
+        owned = (aggregation.momentum, aggregation.nesterov) if aggregation.owns_momentum else ()
+        self._decay = Decay(parameters, weight_decay, *owned)
         self._num_batches, self._batches = num_batches_per_step, 0
         # Where the gradient alone is needed, the residual has its own buffer.
         apart = clip is not None or num_batches_per_step > 1

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from powergossip import checks
-from powergossip.algorithms.averaging import Kind, begin_at, incremental
+from powergossip.algorithms.averaging import Averaging, Kind, begin_at, incremental
 from powergossip.algorithms.learning.interface import Correction
 from powergossip.network import Conversation, Exchange, Network
 from powergossip.parameters import Layout, Parameters
@@ -43,18 +43,6 @@ class Local(Protocol):
         The tensor is overwritten by the next call.
         """
         ...
-
-
-class NoUpdate:
-    """The local optimizer of workers that only average."""
-
-    rate = 0.0
-
-    def step(self, gradient: Tensor) -> None:
-        """Leave x as it is."""
-
-    def displacement(self, direction: Tensor) -> Tensor:
-        return torch.zeros_like(direction)
 
 
 class Buffers(NamedTuple):
@@ -146,8 +134,12 @@ class GossipRule:
         in_place: True if the local optimizer updates x itself, with its own rounding. Then `update`
             receives None.
         reads_rate: True if it depends on the learning rate of the local optimizer.
-        relays: True if it relays along the trees of the topology, in place of averaging. Then
-            messages cannot be late.
+        relays: True if it relays along the trees of the topology, in place of averaging.
+        one_way: True if its messages are not exchanges. Then they cannot be late.
+        undamped: True if its tracked gradients turn the complex eigenvalues of a directed graph
+            into growth, where the learning rate times the curvature is large beside γ times an
+            eigenvalue.
+        variants: Rules of the same name for other local optimizers.
         state: Name → treatment of each variable, a tensor [worker, D] or a number. Its attribute
             has an underscore before the name.
         layout: Layout of the variables in a message.
@@ -160,7 +152,8 @@ class GossipRule:
     kinds: ClassVar[frozenset[Kind]] = MEAN_PRESERVING
     optimizers: ClassVar[tuple[str, ...]] = ("sgd", "adamw", "muon")
     overlaps: ClassVar[frozenset[Kind]] = frozenset()
-    static = stateless = reads_rate = relays = False
+    static = stateless = reads_rate = relays = one_way = undamped = False
+    variants: ClassVar[tuple[type["GossipRule"], ...]] = ()
     state: ClassVar[Mapping[str, Variable]] = {}
 
     in_place = overlapping = False
@@ -176,12 +169,16 @@ class GossipRule:
         own, given = f"{type(self).__name__}.state", self.state
         known = isinstance(given, Mapping) and all(isinstance(v, Variable) for v in given.values())
         checks.check(own, given, known, "a mapping from names to Variable")
+        if callable(type(self).exchanging):
+            raise ValueError(
+                f"{type(self).__name__}.exchanging: use a property; a method is true in every step"
+            )
         self._network, self._make, self._local = workers.network, workers.make, workers.local
         parameters = workers.parameters
         self._x, self._g, self._layout = parameters.x, parameters.grad, parameters.layout
         self._clip = Correction(parameters, workers.weight_decay, workers.clip)
-        self._joint = Joint(self._layout, self._x, variables) if variables > 1 else None
-        self.layout = self._layout if self._joint is None else self._joint.layout
+        self._joint = Joint(self._layout, self._x, max(1, variables))
+        self.layout = self._joint.layout
         if variables:
             self._averaging = self._make(self.layout)
         self._increment: Tensor | None = None
@@ -251,16 +248,13 @@ class GossipRule:
 
     def variables(self) -> Tensor:
         """The variables `mixed()` as one tensor [worker, D'], with D' elements, in this layout."""
-        mixed, count = self.mixed(), 1 if self._joint is None else self._joint.count
-        if len(mixed) != count:
+        mixed = self.mixed()
+        if len(mixed) != self._joint.count:
             raise ValueError(
                 f"{type(self).__name__}.mixed returns {len(mixed)} variables; use "
                 f"super().__init__(workers, variables={len(mixed)})"
             )
-        if self._joint is None:
-            return mixed[0]
-        self._joint.load(*mixed)
-        return self._joint.buffer
+        return self._joint.load(*mixed)
 
     def add(self, u: Tensor, edge: int | None = None, agreed: bool = True) -> None:
         """Apply an increment [worker, D'] of `variables`.
@@ -272,10 +266,7 @@ class GossipRule:
                 whose sum over all workers is conserved, as in gradient tracking, stay the same.
         """
         x, *others = self.mixed()
-        if self._joint is None:
-            x.add_(u)
-        else:
-            self._joint.add(u, x, *(others if agreed else [()] * len(others)))
+        self._joint.add(u, x, *(others if agreed else [()] * len(others)))
 
     def settle(self) -> None:
         """End a step."""
@@ -296,8 +287,7 @@ class GossipRule:
             self.add(self._increment)
             return
         yield from self._averaging.step(variables)
-        if self._joint is not None:
-            self._joint.store(*self.mixed())
+        self._joint.store(*self.mixed())
 
     def before(self) -> Conversation | None:
         """The messages in flight while gradients are computed, or None."""
@@ -358,11 +348,7 @@ class GossipRule:
 
     def begin_at(self, point: Tensor) -> None:
         """See `averaging.Copies`. Other variables than x begin at 0."""
-        if self._joint is not None:
-            x, zero = point.expand_as(self._x), torch.zeros_like(self._x)
-            self._joint.load(x, *[zero] * (self._joint.count - 1))
-            point = self._joint.buffer[0]
-        begin_at(self._averaging, point)
+        self._joint.begin_at(self._averaging, point)
 
     @property
     def kept(self) -> list[str]:
@@ -374,19 +360,26 @@ class GossipRule:
         """See interface.Learning."""
         return [name for name, kind in self.state.items() if kind is Variable.CONSERVED]
 
+    def _variable(self, name: str) -> Any:
+        if not hasattr(self, f"_{name}"):
+            raise ValueError(
+                f"{type(self).__name__}.state has {name!r}: use self._{name} for the variable"
+            )
+        return getattr(self, f"_{name}")
+
     def variables_dict(self, in_step: bool = True) -> dict[str, Any]:
         """The variables that have elements. in_step: include variables of kind IN_STEP."""
         return {
             name: self._layout.saved(value) if isinstance(value, Tensor) else value
             for name, kind in self.state.items()
             if (in_step or kind is not Variable.IN_STEP)
-            and (not isinstance(value := getattr(self, f"_{name}"), Tensor) or value.numel())
+            and (not isinstance(value := self._variable(name), Tensor) or value.numel())
         }
 
     def load_variables(self, state: Mapping[str, Any]) -> None:
         """Restore the variables returned by `variables_dict()`."""
         for name, kind in self.state.items():
-            own = getattr(self, f"_{name}")
+            own = self._variable(name)
             if kind is not Variable.IN_STEP and isinstance(own, Tensor):
                 if own.numel():
                     self._layout.load(own, state[name])
@@ -409,13 +402,13 @@ class Joint:
     """Variables [worker, D] in one buffer [worker, count · D], so that they share messages.
 
     Their tensors are in the order of `layout`, the layout of all shapes, which keeps matrices of
-    one shape adjacent.
+    one shape adjacent. A single variable is its own buffer.
     """
 
     def __init__(self, layout: Layout, like: Tensor, variables: int = 2):
         count, self.count = len(layout.shapes), variables
-        self.layout = layout.select([*range(count)] * variables)
-        self.buffer = like.new_zeros(len(like), self.layout.size)
+        self.layout = layout.select([*range(count)] * variables) if variables > 1 else layout
+        self.buffer = like.new_zeros(len(like), self.layout.size if variables > 1 else 0)
         starts, joint = layout.starts, self.layout.starts
         sizes = [tensor.numel() for tensor in layout.tensors(like[0])]
         # [variable][piece]: its slices of the variable and of the buffer. Adjacent ones are merged.
@@ -424,14 +417,19 @@ class Joint:
             for i in range(variables)
         ]
 
-    def load(self, *variables: Tensor) -> None:
-        """buffer ← the variables"""
+    def load(self, *variables: Tensor) -> Tensor:
+        """buffer ← the variables. Returns it."""
+        if self.count == 1:
+            return variables[0]
         for variable, pieces in zip(variables, self._pieces, strict=True):
             for own, here in pieces:
                 self.buffer[:, here] = variable[:, own]
+        return self.buffer
 
     def store(self, *variables: Tensor) -> None:
         """The variables ← buffer"""
+        if self.count == 1:
+            return
         for variable, pieces in zip(variables, self._pieces, strict=True):
             for own, here in pieces:
                 variable[:, own] = self.buffer[:, here]
@@ -444,7 +442,21 @@ class Joint:
         for variable, pieces in zip(variables, self._pieces, strict=True):
             for each in [variable] if isinstance(variable, Tensor) else variable:
                 for own, here in pieces:
-                    each[:, own] += joint[:, here]
+                    each[:, own].add_(joint[:, here])
+
+    def split(self, joint: Tensor) -> list[Tensor]:
+        """The variables [worker, D] of a tensor in the order of the buffer."""
+        if self.count == 1:
+            return [joint]
+        like = joint[:, : joint.shape[1] // self.count]
+        found = [torch.zeros_like(like) for _ in range(self.count)]
+        self.add(joint, *found)
+        return found
+
+    def begin_at(self, averaging: Averaging, point: Tensor) -> None:
+        """See `averaging.Copies`. Other variables than the first begin at 0, it at point [D]."""
+        others = [torch.zeros_like(point)[None]] * (self.count - 1)
+        begin_at(averaging, self.load(point[None], *others)[0])
 
 
 def _merged(places: Any) -> list[tuple[slice, slice]]:

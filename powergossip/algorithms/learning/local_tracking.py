@@ -79,7 +79,6 @@ class KGT(GossipRule):
         return self._x, self._sum
 
     def add(self, u: Tensor, edge: int | None = None, agreed: bool = True) -> None:
-        assert self._joint is not None
         # The next exchange of an edge in the same step has z after this one.
         z = () if edge is None or not self.exchanging else (self._sum,)
         self._joint.add(u, self._x, (self._c, *z) if agreed else z)
@@ -126,7 +125,6 @@ class MomentumTracking(GossipRule):
         return self._x, self._c - self._m
 
     def add(self, u: Tensor, edge: int | None = None, agreed: bool = True) -> None:
-        assert self._joint is not None
         self._joint.add(u, self._x, self._c if agreed else ())
 
     def restart(self) -> None:

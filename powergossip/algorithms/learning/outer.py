@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from powergossip import checks
-from powergossip.algorithms.averaging import Averaging, Kind, begin_at, kind_of
+from powergossip.algorithms.averaging import Averaging, Kind, kind_of
 from powergossip.algorithms.learning import outer_stability
 from powergossip.algorithms.learning.gossip_rule import (
     ANY,
@@ -50,6 +50,7 @@ from powergossip.algorithms.learning.gossip_rule import (
 )
 from powergossip.algorithms.plain import ExactMean
 from powergossip.network import Conversation, Network, together
+from powergossip.network.message_types import mapped
 from powergossip.parameters import Layout
 from powergossip.topologies import Topology
 
@@ -93,9 +94,8 @@ class Fragment:
         sizes = ((layout.starts[i], start, prod(layout.shapes[i])) for i, start in pairs)
         self._pieces = [(slice(a, a + n), slice(b, b + n)) for a, b, n in sizes]
         self._whole = len(tensors) == len(layout.shapes)
-        like = like[:, : self.layout.size]
-        self.joint = Joint(self.layout, like, variables) if variables > 1 else None
-        self.averaging = make(self.joint.layout if self.joint else self.layout)
+        self.joint = Joint(self.layout, like[:, : self.layout.size], variables)
+        self.averaging = make(self.joint.layout)
 
     def take(self, *flat: Tensor) -> list[Tensor]:
         """Its elements of variables [worker, D]: copies, or the variables if it has all."""
@@ -117,38 +117,15 @@ class Fragment:
             for there, here in self._pieces if variable.numel() else []:
                 variable[:, there] = copy[:, here]
 
-    def joined(self, *variables: Tensor) -> Tensor:
-        """The variables as one tensor, in the order of a message."""
-        if self.joint is None:
-            (only,) = variables
-            return only
-        self.joint.load(*variables)
-        return self.joint.buffer
-
-    def split(self, joined: Tensor) -> list[Tensor]:
-        """Split a tensor in the order of a message into the variables [worker, element]."""
-        if self.joint is None:
-            return [joined]
-        like = joined[:, : self.layout.size]
-        found = [torch.zeros_like(like) for _ in range(self.joint.count)]
-        self.joint.add(joined, *found)
-        return found
-
     def mix(self, *variables: Tensor) -> Conversation:
         """The variables ← G of each."""
-        yield from self.averaging.step(self.joined(*variables))
-        if self.joint is not None:
-            self.joint.store(*variables)
+        yield from self.averaging.step(self.joint.load(*variables))
+        self.joint.store(*variables)
 
     def begin_at(self, point: Tensor) -> None:
-        """See `averaging.Copies`. Other variables than the model begin at 0."""
+        """See `averaging.Copies`."""
         (own,) = self.take(point[None])
-        if self.joint is not None:
-            zeros = [torch.zeros_like(own)] * (self.joint.count - 1)
-            joint = Joint(self.layout, own, self.joint.count)
-            joint.load(own, *zeros)
-            own = joint.buffer
-        begin_at(self.averaging, own[0])
+        self.joint.begin_at(self.averaging, own[0])
 
 
 def rate_of_correction(gradient_correction: bool, given: float | None) -> float:
@@ -279,7 +256,7 @@ class OuterRule(GossipRule):
             for tensors in divided(self._layout, fragments)
         ]
         self._averaging = Fragments(self._fragments)
-        if self._fragments[0].joint is not None:
+        if count > 1:
             self.layout = self._fragments[0].joint.layout
         if gradient_correction:
             _check_correction(self._network, self._fragments[0].averaging)
@@ -330,14 +307,14 @@ class OuterRule(GossipRule):
 
     def variables(self) -> Tensor:
         settled = [self._x] * self.messages + [self._c] * self._corrects
-        return self._fragments[0].joined(*(self._averaged or settled))
+        return self._fragments[0].joint.load(*(self._averaged or settled))
 
     def mixing(self) -> Conversation:
         yield from self._due().mix(*self._averaged)
 
     def add(self, u: Tensor, edge: int | None = None, agreed: bool = True) -> None:
         """Apply an exchange of the whole model. Its effect is the same after its round."""
-        changes = self._fragments[0].split(u)
+        changes = self._fragments[0].joint.split(u)
         of_z = [changes.pop()] if self._corrects else []
         if self._averaged:
             changes += of_z if agreed else []
@@ -470,27 +447,8 @@ class DiLoCo(OuterRule):
 
     state: ClassVar[dict[str, Variable]] = {**OuterRule.state, "mixed": Variable.CONSERVED}
 
-    def __init__(
-        self,
-        workers: Workers,
-        *,
-        local_steps: int = 1,
-        outer_rate: float = 0.7,
-        outer_momentum: float = 0.5,
-        gradient_correction: bool = False,
-        correction_rate: float | None = None,
-        fragments: int = 1,
-        overlapping: bool = False,
-    ):
-        super().__init__(
-            workers,
-            local_steps=local_steps,
-            outer_rate=outer_rate,
-            outer_momentum=outer_momentum,
-            gradient_correction=gradient_correction,
-            correction_rate=correction_rate,
-            fragments=fragments,
-        )
+    def __init__(self, workers: Workers, *, overlapping: bool = False, **base_options: Any):
+        super().__init__(workers, **base_options)
         self.overlapping = overlapping
         self._mixed = torch.zeros_like(self._x if overlapping else self._x[:, :0])
         self._taken, self._all_turns = 0, self._interval  # of the messages in flight
@@ -515,14 +473,12 @@ class DiLoCo(OuterRule):
 
     def _counted(self, conversation: Conversation) -> Conversation:
         """Count the turns of a conversation. Each round has the same number."""
-        received = None
-        while True:
-            try:
-                messages = conversation.send(received)
-            except StopIteration:
-                break
-            received = yield messages
+
+        def count(_: Any, answers: tuple[Any, ...]) -> tuple[Any, ...]:
             self._taken += 1
+            return answers
+
+        yield from mapped(conversation, count)
         self._all_turns = self._taken
 
     def _mix_slow(self, fragment: Fragment) -> Conversation:
@@ -619,26 +575,14 @@ class NoLoCo(OuterRule):
         self,
         workers: Workers,
         *,
-        local_steps: int = 1,
-        outer_rate: float = 0.7,
         outer_momentum: float = 0.3,
-        gradient_correction: bool = False,
-        correction_rate: float | None = None,
-        fragments: int = 1,
         consensus_rate: float | None = None,
+        **base_options: Any,
     ):
-        super().__init__(
-            workers,
-            local_steps=local_steps,
-            outer_rate=outer_rate,
-            outer_momentum=outer_momentum,
-            gradient_correction=gradient_correction,
-            correction_rate=correction_rate,
-            fragments=fragments,
-        )
+        super().__init__(workers, outer_momentum=outer_momentum, **base_options)
         self._gamma = self._mu if consensus_rate is None else consensus_rate
         checks.positive("consensus_rate", self._gamma)
-        fast = gradient_correction and self._alpha > 0.3
+        fast = self._corrects and self._alpha > 0.3
         if fast and outer_momentum > 0.7 and not self._network.processes.rank:
             warnings.warn(
                 f"outer_momentum={outer_momentum:g}: use 0.7 or less with learning=noloco and "

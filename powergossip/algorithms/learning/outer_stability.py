@@ -1,4 +1,4 @@
-"""Diffusion rates γ up to which outer momentum is stable.
+"""Diffusion rates γ up to which momentum of displacements by gossip is stable.
 
 The disagreement of the workers, (φ, memory of the momentum), after a round without noise is a
 linear function of that before. It is a polynomial of the mixing matrix W_γ = I − γ (I − W), and of
@@ -50,6 +50,22 @@ def noloco(w: Any, one: Any, pull: float, momentum: float, consensus_rate: float
     """δ ← β δ − μ q W φ − γ (φ − W φ),   φ ← φ + δ"""
     change = -pull * w - consensus_rate * (one - w)
     return (one + change, momentum * one), (change, momentum * one)
+
+
+def quasi_global(w: Any, one: Any, pull: float, momentum: float, weight: float) -> Any:
+    """x' = W (x − b v),   v ← β v + (1 − β) (x − x'),   v = η m, b = β or, with nesterov, β²"""
+    return _remembered((w, -weight * w), one, momentum)
+
+
+def overlapping_quasi_global(w: Any, one: Any, pull: float, momentum: float, weight: float) -> Any:
+    """x' = W x − b v,   v ← β v + (1 − β) (x − x')"""
+    return _remembered((w, -weight * one), one, momentum)
+
+
+def _remembered(moved: tuple[Any, Any], one: Any, momentum: float) -> Any:
+    """The rows of (x', v)."""
+    of_x, of_v = moved
+    return moved, ((1 - momentum) * (one - of_x), momentum * one - (1 - momentum) * of_v)
 
 
 @lru_cache(maxsize=32)

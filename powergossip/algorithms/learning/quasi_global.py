@@ -1,12 +1,15 @@
 """Quasi-global momentum: momentum of the displacement that gossip leaves, not of own gradients."""
 
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from powergossip.algorithms.averaging import Kind
+from powergossip.algorithms.learning import outer_stability
 from powergossip.algorithms.learning.gossip_rule import ANY, GossipRule, Variable, Workers
+from powergossip.topologies import Topology
 
 _LEAST_RATE = 1e-8  # by which a displacement is divided
 _RESTART = 10.0  # times the learning rate of the step before, or more
@@ -42,60 +45,6 @@ class _QuasiGlobal(GossipRule):
 
     def begin(self) -> None:
         self._before.copy_(self._x)
-
-
-class QuasiGlobalMomentum(_QuasiGlobal):
-    """QG-DSGDm: SGD whose momentum buffer follows the displacement after gossip::
-
-        m̃_i = β m_i + g_i                   x ← G(x − η m̃), with nesterov x ← G(x − η (g + β m̃))
-        m_i ← β m_i + (1 − β) (x_i before − x_i after)/η
-
-    Lin, Karimireddy, Stich & Jaggi (2021), arXiv:2102.04761, Algorithm 1, with μ = β. m̃ is not
-    kept. The fixed point is D-PSGD's: less oscillation between workers, the same bias.
-
-    The division needs an η that does not vanish: a step with η = 0 leaves m as it is, and one whose
-    η is more than ten times the last one begins with m η'/η, with η' the last one.
-
-    Args:
-        momentum: Momentum β.
-    """
-
-    optimizers: ClassVar[tuple[str, ...]] = ("sgd",)
-    reads_rate = True
-    state: ClassVar[dict[str, Variable]] = {
-        "m": Variable.KEPT,
-        "rate": Variable.KEPT,
-        "before": Variable.IN_STEP,
-    }
-
-    def __init__(
-        self,
-        workers: Workers,
-        *,
-        overlapping: bool = False,
-        momentum: float = 0.9,
-        nesterov: bool = False,
-    ):
-        super().__init__(workers, overlapping=overlapping)
-        self._momentum, self._nesterov = momentum, nesterov
-        self._m = torch.zeros_like(self._x)
-        self._tilde = torch.zeros_like(self._x)
-        self._rate = 0.0  # η of the last step that was not 0
-
-    def direct(self, g: Tensor) -> None:
-        factor = restart(self._rate, self._local.rate)
-        if factor != 1:
-            self._m.mul_(factor)
-        tilde = torch.add(g, self._m, alpha=self._momentum, out=self._tilde)
-        if self._nesterov:
-            g.add_(tilde, alpha=self._momentum)
-        else:
-            g.copy_(tilde)
-
-    def settle(self) -> None:
-        if has_moved(self._local.rate):
-            self._rate, beta = self._local.rate, self._momentum
-            self._m.mul_(beta).add_(self._before.sub_(self._x), alpha=(1 - beta) / self._rate)
 
 
 class QuasiGlobalAdam(_QuasiGlobal):
@@ -152,3 +101,69 @@ class QuasiGlobalAdam(_QuasiGlobal):
     def _moments(self, of: Tensor) -> tuple[Tensor, Tensor]:
         beta1, beta2 = self._betas
         return torch.lerp(of, self._m, beta1), torch.lerp(of * of, self._v, beta2)
+
+
+class QuasiGlobalMomentum(_QuasiGlobal):
+    """QG-DSGDm: SGD whose momentum buffer follows the displacement after gossip::
+
+        m̃_i = β m_i + g_i                   x ← G(x − η m̃), with nesterov x ← G(x − η (g + β m̃))
+        m_i ← β m_i + (1 − β) (x_i before − x_i after)/η
+
+    Lin, Karimireddy, Stich & Jaggi (2021), arXiv:2102.04761, Algorithm 1, with μ = β. m̃ is not
+    kept. The fixed point is D-PSGD's: less oscillation between workers, the same bias.
+
+    The division needs an η that does not vanish: a step with η = 0 leaves m as it is, and one whose
+    η is more than ten times the last one begins with m η'/η, with η' the last one.
+
+    Args:
+        momentum: Momentum β.
+    """
+
+    optimizers: ClassVar[tuple[str, ...]] = ("sgd",)
+    variants = (QuasiGlobalAdam,)
+    reads_rate = True
+    state: ClassVar[dict[str, Variable]] = {
+        "m": Variable.KEPT,
+        "rate": Variable.KEPT,
+        "before": Variable.IN_STEP,
+    }
+
+    def __init__(
+        self,
+        workers: Workers,
+        *,
+        momentum: float = 0.9,
+        nesterov: bool = False,
+        **base_options: Any,
+    ):
+        super().__init__(workers, **base_options)
+        self._momentum, self._nesterov = momentum, nesterov
+        self._m = torch.zeros_like(self._x)
+        self._tilde = torch.zeros_like(self._x)
+        self._rate = 0.0  # η of the last step that was not 0
+
+    @classmethod
+    def largest_rate(cls, topology: Topology, options: Mapping[str, Any]) -> float:
+        beta, overlapping = options["momentum"], options["overlapping"]
+        recurrence = (
+            outer_stability.overlapping_quasi_global
+            if overlapping
+            else outer_stability.quasi_global
+        )
+        weight = beta**2 if options["nesterov"] else beta
+        return outer_stability.largest_rate(topology, recurrence, 0.0, beta, weight)
+
+    def direct(self, g: Tensor) -> None:
+        factor = restart(self._rate, self._local.rate)
+        if factor != 1:
+            self._m.mul_(factor)
+        tilde = torch.add(g, self._m, alpha=self._momentum, out=self._tilde)
+        if self._nesterov:
+            g.add_(tilde, alpha=self._momentum)
+        else:
+            g.copy_(tilde)
+
+    def settle(self) -> None:
+        if has_moved(self._local.rate):
+            self._rate, beta = self._local.rate, self._momentum
+            self._m.mul_(beta).add_(self._before.sub_(self._x), alpha=(1 - beta) / self._rate)

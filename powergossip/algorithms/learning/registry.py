@@ -14,12 +14,14 @@ from powergossip.algorithms.learning.dpsgd import DPSGD
 from powergossip.algorithms.learning.exact_diffusion import ExactDiffusion
 from powergossip.algorithms.learning.gossip_rule import (
     ANY,
+    COPIES,
+    WITHOUT_COPIES,
     GossipRule,
     Workers,
 )
 from powergossip.algorithms.learning.local_tracking import KGT, MomentumTracking
 from powergossip.algorithms.learning.outer import DiLoCo, GASLoC, NoLoCo
-from powergossip.algorithms.learning.quasi_global import QuasiGlobalAdam, QuasiGlobalMomentum
+from powergossip.algorithms.learning.quasi_global import QuasiGlobalMomentum
 from powergossip.algorithms.learning.relay import RelaySGD
 from powergossip.algorithms.learning.tracking import (
     BEER,
@@ -64,9 +66,6 @@ DIFFUSION_FACTORS: dict[tuple[str, str], float] = {
     ("quasi-global-momentum", "choco"): 0.1,
     ("quasi-global-momentum", "deepsqueeze"): 0.1,
 }
-# Rules whose tracked gradients turn the complex eigenvalues of a directed graph into growth, where
-# the learning rate times the curvature is large beside γ times an eigenvalue.
-UNDAMPED = ("gradient-tracking", "beer", "motef")
 # The smallest and the largest values of such options that let a pair train.
 ACCEPTABLE: dict[tuple[str, str], dict[str, tuple[float, float]]] = {
     ("exact-diffusion", "power-gossip"): {"diffusion_rate": (0, 1)},
@@ -81,9 +80,10 @@ def rule(name: str, local_optimizer: str = "sgd") -> type[GossipRule]:
         ValueError: For an unknown name, or one that does not work with this local optimizer.
     """
     checks.one_of("learning", name, LEARNING)
-    quasi_global = name == "quasi-global-momentum"
-    family = (QuasiGlobalMomentum, QuasiGlobalAdam) if quasi_global else (LEARNING[name],)
-    accepted = [optimizer for of in family for optimizer in of.optimizers]
+    if not isinstance(row := LEARNING[name], type) or not issubclass(row, GossipRule):
+        raise ValueError(f"learning={name} is the row {row!r}; use a class derived from GossipRule")
+    family = (row, *row.variants)
+    accepted = [optimizer for each in family for optimizer in each.optimizers]
     ok = local_optimizer in accepted
     use = f"{' or '.join(accepted)} with learning={name}"
     checks.check("local_optimizer", local_optimizer, ok, use)
@@ -99,8 +99,9 @@ def check(name: str, network: Network, averaging_name: str, averaging: Averaging
     if kind not in found.kinds:
         own = kind is Kind.OTHER and not _options.is_of_library(found)
         more = f", or add Kind.OTHER to {found.__name__}.kinds" if own else ""
+        reason = _WITHOUT_BIAS if isinstance(averaging, ExactMean) else _REASONS[kind]
         raise ValueError(
-            f"learning={name} with optimizer={averaging_name}: {_REASONS[kind]}; use it with "
+            f"learning={name} with optimizer={averaging_name}: {reason}; use it with "
             f"{_examples(found)}{more}"
         )
     if network.topology.row_stochastic and not found.kinds >= ANY:
@@ -109,7 +110,7 @@ def check(name: str, network: Network, averaging_name: str, averaging: Averaging
             f"learning={name}, such as ring or one-peer-exponential; its sums over the workers "
             "drift otherwise"
         )
-    if name in UNDAMPED and isinstance(averaging, ChocoGossip) and is_directed(network.topology):
+    if found.undamped and isinstance(averaging, ChocoGossip) and is_directed(network.topology):
         warn_once(
             network,
             f"topology={network.topology.name}: use an undirected one, optimizer=dpsgd or learning="
@@ -120,6 +121,12 @@ def check(name: str, network: Network, averaging_name: str, averaging: Averaging
         raise ValueError(
             f"topology={network.topology.name}: use a static topology with learning={name}, such "
             "as ring"
+        )
+    needs_symmetry = found.kinds & WITHOUT_COPIES == {Kind.ANTISYMMETRIC}
+    if kind in COPIES and needs_symmetry and not network.symmetric:
+        raise ValueError(
+            f"topology={network.topology.name}: use an undirected topology with learning={name}; "
+            f"{_REASONS[Kind.LINEAR]}"
         )
 
 
@@ -154,6 +161,7 @@ _REASONS = {
     Kind.WEIGHTED: "its updates have no weights, as those of learning=dpsgd have",
     Kind.OTHER: "errors of the messages would stay in its variables",
 }
+_WITHOUT_BIAS = "the mean of all models has no bias that the rule would correct"
 
 
 def _examples(found: type[GossipRule]) -> str:
@@ -257,9 +265,11 @@ def with_local_steps() -> str:
     return f"{', '.join(others)} or {last}"
 
 
-def largest_rate(name: str, topology: Topology, options: Mapping[str, Any]) -> float:
+def largest_rate(
+    name: str, topology: Topology, options: Mapping[str, Any], local_optimizer: str = "sgd"
+) -> float:
     """The diffusion rate from which a rule with these options is unstable. Infinite for most."""
-    return LEARNING[name].largest_rate(topology, options)
+    return rule(name, local_optimizer).largest_rate(topology, options)
 
 
 def without(name: str) -> tuple[str, ...]:

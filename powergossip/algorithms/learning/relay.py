@@ -65,7 +65,7 @@ class RelaySGD(GossipRule):
     """
 
     kinds: ClassVar[frozenset[Kind]] = WITHOUT_COPIES | {Kind.BIASED_COPIES}
-    static = relays = True
+    static = relays = one_way = True
 
     def __init__(self, workers: Workers, *, correction: float | str = "auto"):
         super().__init__(workers, variables=0)

@@ -65,6 +65,8 @@ class GradientTracking(_Tracking):
     Invariant: mean_i y_i = mean_i u_i after the local update of every step.
     """
 
+    undamped = True
+
     def update(self, u: Tensor | None) -> None:
         assert u is not None
         self._follow(u)
@@ -134,7 +136,7 @@ class BEER(_TrackedDirection):
     """
 
     kinds: ClassVar[frozenset[Kind]] = COPIES
-    static = True
+    static = undamped = True
 
     def __init__(self, workers: Workers):
         super().__init__(workers, overlapping=True)

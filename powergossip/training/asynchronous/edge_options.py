@@ -18,26 +18,21 @@ from powergossip.training.config_checks import errors_name_keys
 def losses_of(c: Settings) -> Losses | None:
     """The lost messages of a method without exchanges. Raises BadValue for other scenarios."""
     if c.one_way and c.survives:
-        raise BadValue("on_worker_loss", c.on_worker_loss, f"end with {_name_of_one_way(c)}")
+        raise BadValue("on_worker_loss", c.on_worker_loss, f"end with {c.one_way}")
     if not c.one_way or (c.scenario is None and c.gossip == "synchronous"):
         return None
     drawn = scenario.read(c.scenario or {}, c.n_workers, c.seed)
-    method = _name_of_one_way(c)
-    checks.check("gossip", c.gossip, c.gossip == "synchronous", f"synchronous with {method}")
+    checks.check("gossip", c.gossip, c.gossip == "synchronous", f"synchronous with {c.one_way}")
     others = sorted(set(c.scenario) - {"loss"})
-    checks.check("scenario", others, not others, f"loss alone with {method}")
+    checks.check("scenario", others, not others, f"loss alone with {c.one_way}")
     checks.check(
         "optimizer",
         c.optimizer,
-        c.optimizer != "choco",
+        "compressor" not in c.options,
         "dpsgd with learning=relay-sgd where messages are lost; the copies of compressed messages "
         "would not agree again",
     )
     return Losses(drawn.lost, bool(c.options.get("running_sums")))
-
-
-def _name_of_one_way(c: Settings) -> str:
-    return "push-sum" if c.optimizer == "push-sum" else "relay-sgd"
 
 
 def delay_of(c: Settings) -> int:
@@ -69,7 +64,7 @@ def acceleration_of(
 def resolved(c: Settings, options: Mapping[str, Any], network: Network) -> dict[str, Any]:
     """The options of an averaging rule in edge form."""
     found = dict(options)
-    if c.optimizer != "choco":
+    if "compressor" not in found:
         found["diffusion_rate"] = float(rates.checked(network, found["diffusion_rate"]))
     return found
 
