@@ -5,7 +5,6 @@ Axes: worker (hosted here), neighbor (slot), part (a direction or a tensor of th
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +18,11 @@ from powergossip.shards import Shards
 
 WHOLE = 32  # bits of an element that is not coded
 _BLOCK = 64  # elements that are rotated together, of norm 8
-FINE, PEAK, WIDE, DROP = 6, 0.375, 2, 1
+_FINE = 6  # mean square of the integers from which a step is narrow enough
+_APART = 12  # octaves between the sizes of parts
+_LARGEST = 1600  # exponent of a step
+_LEAST = 30  # octaves below 1 of a part without a difference, if all are
+_EXACT = 2.0**50
 _STEPS = 4  # steps of a range in an octave
 _CLEAR = 2**33  # first index of the dither in a random stream, behind those of directions
 
@@ -89,7 +92,8 @@ class DifferenceCode:
         self._blocks = -(-count // _BLOCK)
         self._weights = 2 * torch.arange(count, device=device) % (2 * _BLOCK) + 1
         self._block = torch.arange(count, device=device) // _BLOCK
-        self.size = sum(packed_size(count, b) for b in self._widths) + self._blocks
+        self._bytes = 1 if self._blocks > 3 else 2  # of a checksum
+        self.size = sum(packed_size(count, b) for b in self._widths) + self._bytes * self._blocks
         pieces = 1 if self._shards is None else self._shards.size
         length = -(-self.size // pieces)
         self._message, self._piece = (
@@ -119,14 +123,21 @@ class DifferenceCode:
         z = s.double()[..., self._order] * self._signs / sizes
         y = self._rotated(z, transposed=False).div_(8 * step)
         dither = randomness.uniform(self._edges.key, counter, self.elements, self._first)
-        k = y.add_(dither).floor_().remainder_(2.0 ** (self._bits + 8)).nan_to_num_().int()
+        whole = 2.0 ** (self._bits + 8 * self._bytes)
+        # Beyond double precision, the ends send different numbers, and both find that.
+        sign = self._edges.sign[..., None]
+        noise = (dither.double() * sign).remainder_(1).mul_(whole)
+        k = torch.where(y.abs() < _EXACT, y.add(dither), noise).floor_().remainder_(whole)
+        k = k.nan_to_num_().long()
         low, carries = k & (2**self._bits - 1), k >> self._bits
         fields = [low & 255, low >> 8]
         packed = [
             pack(field.to(torch.uint8), bits)
             for field, bits in zip(fields, self._widths, strict=False)
         ]
-        torch.cat([*packed, self._sums(carries).to(torch.uint8)], -1, out=self._message)
+        sums = self._sums(carries)
+        sums = torch.cat([sums >> 8 * i & 255 for i in range(self._bytes)], -1).to(torch.uint8)
+        torch.cat([*packed, sums], -1, out=self._message)
         if self._shards is None:
             return self._message
         return self._shards.piece(self._message, self._piece)
@@ -140,12 +151,12 @@ class DifferenceCode:
         whole, half = 2**self._bits, 2 ** (self._bits - 1)
         apart = low - own_low
         k = (apart + half) % whole - half
-        wrong = (self._sums((k - apart) // whole) - sums + own_sums) % 256 != 0
+        wrong = (self._sums((k - apart) // whole) - sums + own_sums) % 256**self._bytes != 0
         wrong |= torch.zeros_like(wrong).index_reduce_(-1, self._block, k == -half, "amax")  # ±half
         present = self._edges.absent == 0
         wrong &= present[..., None]
         failed = wrong.sum(-1)
-        skip = failed * 2 > self._blocks
+        skip = failed * 4 > self._blocks
         left = wrong[..., self._block] | (skip | ~present)[..., None]
         k = k.masked_fill(left, 0)
         sizes, step = self._ranges(slot)
@@ -161,7 +172,8 @@ class DifferenceCode:
         )
         state = self.state[:, :, slot]
         state[..., :-2] = torch.frexp(largest.nan_to_num_())[1] - 2  # an amplitude, not the largest
-        state[..., :-2].masked_fill_(largest == 0, -100)
+        sizes = state[..., :-2].masked_fill_(largest == 0, -_LEAST)
+        sizes.copy_(torch.maximum(sizes, sizes.amax(-1, keepdim=True) - _APART))
         state[..., -2] = _STEPS * (4 - self._bits)
         state[..., -1] = 0
         self.known[slot] = True
@@ -179,23 +191,30 @@ class DifferenceCode:
 
     def _follow(self, slot: int, k: Tensor, integers: Tensor, failed: Tensor, skip: Tensor) -> None:
         """Change the ranges after a message. Sums of integers are exact in any order."""
-        state = self.state[:, :, slot]
+        state, half = self.state[:, :, slot], 2 ** (self._bits - 1)
         squares = torch.zeros(*k.shape[:2], len(self._lengths), dtype=torch.float64)
         squares = squares.to(self._device).index_add_(-1, self._part, integers.square())
         _, step = self._ranges(slot)
         mean = squares / self._lengths * (step / 8).square()
-        exponent = state[..., :-2] + torch.frexp(mean)[1] // 2
-        lower = state[..., :-2] - DROP
-        sizes = torch.where(mean > 0, torch.maximum(exponent, lower), lower)
-        peak = k.abs().amax(-1)
-        mean_square = k.double().square().sum(-1) / self._lengths.sum()
-        narrow = (peak < PEAK * 2 ** (self._bits - 1)) & (failed == 0) & (mean_square < FINE)
+        before = state[..., :-2]
+        sizes = before + torch.frexp(mean)[1] // 2
+        sizes = torch.where(mean > 0, torch.maximum(sizes, before - 1), before - 3)
+        sizes = torch.maximum(sizes, sizes.amax(-1, keepdim=True) - _APART)
+        peak, good = k.abs().amax(-1), failed == 0
+        mean_square = k.double().square().sum(-1) / self.elements
+        change = 2 * (failed > 0) - (good & (peak < 3 / 8 * half) & (mean_square < _FINE)).long()
+        if half > 4:
+            change = torch.where(good & (peak == 1), -_STEPS, change)
+        change = torch.where(good & (peak == 0), -8 * _STEPS, change)
         skips = torch.where(skip, state[..., -1] + 1, 0)
-        wider = torch.where(
-            skip, _STEPS * 2 ** skips.clamp(max=8), WIDE * (failed > 0) - narrow.long()
-        )
-        state[..., :-2] = torch.where(skip[..., None], state[..., :-2], sizes.clamp_(min=-100))
-        state[..., -2] += wider
+        # A step that was widened for lack of sizes is as before once there are sizes.
+        again = 3 * (state[..., -1] > 0) - 2 * _STEPS * state[..., -1]
+        change = torch.where(skip, 2 * _STEPS, change + again)
+        # A part may have grown alone.
+        raised = torch.minimum(before + 2, before.amax(-1, keepdim=True))
+        same = torch.where(skips[..., None] > 2, raised, before)
+        state[..., :-2] = torch.where(skip[..., None], same, sizes)
+        state[..., -2] = (state[..., -2] + change).clamp_(-_LARGEST, _LARGEST)
         state[..., -1] = skips
         self.skipped = self.skipped + torch.where(skip, self._blocks, failed).sum()
         self.blocks = self.blocks + self._blocks * (self._edges.absent == 0).sum()
@@ -221,18 +240,19 @@ class DifferenceCode:
         return torch.cat([blocks.flatten(-2), z[..., self._full :] @ rest.mT], -1)
 
     def _sums(self, carries: Tensor) -> Tensor:
-        """Σ weight · carry modulo 256 of each block."""
+        """Σ weight · carry modulo 256, or 256², of each block."""
         sums = carries.new_zeros(*carries.shape[:-1], self._blocks)
-        return sums.index_add_(-1, self._block, carries * self._weights.int()) % 256
+        return sums.index_add_(-1, self._block, carries * self._weights) % 256**self._bytes
 
     def _read(self, message: Tensor) -> tuple[Tensor, Tensor]:
-        """The integers [..., element] and the checksums [..., block] of a message, int32."""
-        start, low = 0, torch.zeros((), dtype=torch.int32, device=self._device)
+        """The integers [..., element] and the checksums [..., block] of a message, int64."""
+        start, low = 0, torch.zeros((), dtype=torch.int64, device=self._device)
         for shift, bits in zip((0, 8), self._widths, strict=False):
             stop = start + packed_size(self.elements, bits)
             field = unpack(message[..., start:stop].contiguous(), bits, self.elements)
-            low, start = low + (field.int() << shift), stop
-        return low, message[..., start:].int()
+            low, start = low + (field.long() << shift), stop
+        sums = message[..., start:].long().unflatten(-1, (self._bytes, -1))
+        return low, sum((sums[..., i, :] << 8 * i for i in range(self._bytes)), sums[..., 0, :] * 0)
 
 
 _ROOTS = (1.0, 1.189207115002721, 1.4142135623730951, 1.681792830507429)  # 2^(i/4)

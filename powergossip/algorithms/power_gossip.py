@@ -21,7 +21,7 @@ from powergossip.algorithms.directions import EdgeConstants, Side, matrix_sides
 from powergossip.algorithms.plain import PlainGossip
 from powergossip.algorithms.sharded_directions import sharded_sides
 from powergossip.compressors import matrices as matrices_of
-from powergossip.network import Conversation, Message, Network, ToAll, ToEach
+from powergossip.network import Conversation, Gather, Message, Network, ToAll, ToEach
 from powergossip.parameters import Layout
 
 
@@ -177,7 +177,8 @@ class PowerGossip:
         for iteration in range(self.rounds if self._stacks or self._plain else 0):
             p, messages = self.directions[self._t], self.messages(x, iteration)
             received = yield messages
-            self.update(out, [message.tensor for message in messages], received)
+            own = [message.tensor for message in messages if not isinstance(message, Gather)]
+            self.update(out, own, received)
             if out is not x and iteration < self.rounds - 1:
                 p.update(x, None)
 
