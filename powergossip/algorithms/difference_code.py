@@ -152,7 +152,7 @@ class DifferenceCode:
         apart = low - own_low
         k = (apart + half) % whole - half
         wrong = (self._sums((k - apart) // whole) - sums + own_sums) % 256**self._bytes != 0
-        wrong |= torch.zeros_like(wrong).index_reduce_(-1, self._block, k == -half, "amax")  # ±half
+        wrong |= self._by_block(k == -half) > 0  # ±half is none of them
         present = self._edges.absent == 0
         wrong &= present[..., None]
         failed = wrong.sum(-1)
@@ -166,9 +166,10 @@ class DifferenceCode:
 
     def begin(self, d: Tensor, slot: int) -> None:
         """Take the ranges from a difference [worker, neighbor, element] that was sent whole."""
+        sizes = d.double()[..., self._order].abs()
         largest = torch.zeros(*d.shape[:2], len(self._lengths), dtype=torch.float64)
-        largest = largest.to(self._device).index_reduce_(
-            -1, self._part, d.double()[..., self._order].abs(), "amax"
+        largest = largest.to(self._device).scatter_reduce_(
+            -1, self._part.expand_as(sizes), sizes, "amax"
         )
         state = self.state[:, :, slot]
         state[..., :-2] = torch.frexp(largest.nan_to_num_())[1] - 2  # an amplitude, not the largest
@@ -202,7 +203,8 @@ class DifferenceCode:
         sizes = torch.maximum(sizes, sizes.amax(-1, keepdim=True) - _APART)
         peak, good = k.abs().amax(-1), failed == 0
         mean_square = k.double().square().sum(-1) / self.elements
-        change = 2 * (failed > 0) - (good & (peak < 3 / 8 * half) & (mean_square < _FINE)).long()
+        narrow = good & (peak < 3 / 8 * half) & (mean_square < _FINE)
+        change = 2 * (failed > 0) - narrow.long()
         if half > 4:
             change = torch.where(good & (peak == 1), -_STEPS, change)
         change = torch.where(good & (peak == 0), -8 * _STEPS, change)
@@ -241,8 +243,12 @@ class DifferenceCode:
 
     def _sums(self, carries: Tensor) -> Tensor:
         """Σ weight · carry modulo 256, or 256², of each block."""
-        sums = carries.new_zeros(*carries.shape[:-1], self._blocks)
-        return sums.index_add_(-1, self._block, carries * self._weights) % 256**self._bytes
+        return self._by_block(carries * self._weights) % 256**self._bytes
+
+    def _by_block(self, values: Tensor) -> Tensor:
+        """The sums over the blocks [..., block], int64."""
+        sums = torch.zeros(*values.shape[:-1], self._blocks, dtype=torch.int64)
+        return sums.to(self._device).index_add_(-1, self._block, values.long())
 
     def _read(self, message: Tensor) -> tuple[Tensor, Tensor]:
         """The integers [..., element] and the checksums [..., block] of a message, int64."""

@@ -97,7 +97,7 @@ class PowerGossip:
         checks.at_least_one("num_iterations", num_iterations)
         if round_weights and rank != 1:
             raise ValueError(f"rank={rank}: use rank=1 with round_weights=True")
-        checks.check("bits", bits, bits == WHOLE or 2 <= bits <= 16, f"2 to 16, or {WHOLE}")
+        checks.check("bits", bits, bits == WHOLE or 3 <= bits <= 16, f"3 to 16, or {WHOLE}")
         if not network.symmetric:
             raise ValueError(
                 f"topology={network.topology.name}: use an undirected topology with PowerGossip, "

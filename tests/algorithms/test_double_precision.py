@@ -57,7 +57,8 @@ def test_the_mean_is_kept_to_double_precision(name: str, options: dict[str, Any]
     averaging = algorithms.make(name, network, layout, **options)
     steps(network, averaging, x, 2)
     steps(single, algorithms.make(name, single, layout, **options), start(N, layout), 2)
-    assert (network.bits == (1 if name in ENCODED else 2) * single.bits).all()
+    if "bits" not in options:  # with them, the first messages only have 64 bits
+        assert (network.bits == (1 if name in ENCODED else 2) * single.bits).all()
     for _ in range(1 if name in NOISY else 10):
         steps(network, averaging, x, 50)
         if variance(x) <= 1e-17 * first:

@@ -1,6 +1,7 @@
 """Laws of exchanges by edges on the virtual clock: late, skipped, and without delays."""
 
 import copy
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -93,7 +94,7 @@ def test_synchronous_exchanges_are_the_rule_of_all_workers(name, topology, dtype
 
 
 @pytest.mark.parametrize(
-    ("name", "gossip"), [*zip(EXCHANGES, 4 * ["bounded", "asynchronous"], strict=True)]
+    ("name", "gossip"), [*zip(EXCHANGES, cycle(["bounded", "asynchronous"]), strict=False)]
 )
 def test_without_delays_all_policies_give_the_same_bits(name, gossip):
     x = start(8, torch.float32)

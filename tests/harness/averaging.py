@@ -22,6 +22,7 @@ POWER_GOSSIP: list[dict[str, Any]] = [
     dict(rank=3),
     dict(warm_start=False),
     dict(round_weights=True, num_iterations=3),
+    dict(bits=6),
     dict(round_weights=True, warm_start=False),
 ]
 UNDIRECTED = ["ring", "star", "chain", "torus", "fully-connected", "binary-tree"]

@@ -24,6 +24,7 @@ EXCHANGES: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": ("dpsgd", {}),
     "power": ("power-gossip", {"num_iterations": 3}),
     "power rank 2": ("power-gossip", {"rank": 2, "num_iterations": 2}),
+    "power 6 bits": ("power-gossip", {"bits": 6, "num_iterations": 3}),
     "power rounded": ("power-gossip", {"round_weights": True, "warm_start": False}),
     "top-k": ("choco", {"compressor": "top-k", "keep_ratio": 0.3, "diffusion_rate": 0.3}),
     "sign": ("choco", {"diffusion_rate": 0.3}),

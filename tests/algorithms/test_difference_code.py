@@ -1,0 +1,191 @@
+"""Differences from messages of few bits: laws of both ends, of errors, and of ranges."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from powergossip import algorithms, topologies
+from powergossip.algorithms.difference_code import DifferenceCode
+from powergossip.algorithms.directions import EdgeConstants
+from powergossip.algorithms.power_gossip import PowerGossip
+from powergossip.network import Conversation, Network, ToEach
+from powergossip.parameters import Layout
+from tests.harness.averaging import alone, graph
+
+LENGTHS = (40, 3, 90, 17)
+SHAPES = [(40, 30), (20, 25), (17,), (9,)]
+
+
+def code_of(network: Network, bits: int) -> DifferenceCode:
+    return DifferenceCode(EdgeConstants(network, network.rounds[0], 1.0, 0), bits, LENGTHS, 1, 0)
+
+
+def difference(code: DifferenceCode, network: Network, s: Tensor, counter: int) -> Tensor:
+    """d [worker, neighbor, M] of an exchange of s [worker, neighbor, M], whole without ranges."""
+    found = []
+
+    def exchange() -> Conversation:
+        coded = code.known[0]
+        own = code.encode(s, 0, counter) if coded else s.clone()
+        received = yield ToEach(own)
+        found.append(code.decode(own, received, 0) if coded else received - own)
+        if not coded:
+            code.begin(found[0], 0)
+
+    network.run(exchange())
+    return found[0]
+
+
+def products(x: Tensor, network: Network) -> Tensor:
+    """s of each worker, the same for all its neighbors."""
+    return x[:, None].expand(-1, network.neighbors.shape[1], -1).contiguous()
+
+
+def expected(x: Tensor, network: Network) -> Tensor:
+    there = (network.neighbors >= 0)[..., None]
+    return (x[network.neighbors.clamp(min=0)] - x[:, None]) * there
+
+
+def drawn(kind: str, n: int, t: int) -> Tensor:
+    """Vectors of workers [worker, M] whose differences are about 1 in all parts, or not."""
+    generator = torch.Generator().manual_seed(t)
+    x = torch.randn(n, sum(LENGTHS), dtype=torch.float64, generator=generator)
+    if kind == "common":
+        x += 1e4 * torch.randn(sum(LENGTHS), dtype=torch.float64, generator=generator)
+    elif kind == "heavy tails":  # Student's t with 2 degrees of freedom
+        x /= torch.rand(x.shape, dtype=torch.float64, generator=generator).log().neg().sqrt()
+    elif kind == "one entry":
+        x *= 0.01
+        x[:, 50] *= 1e4
+    elif kind == "sizes":
+        x[:, :40] *= 1e-3
+    return x
+
+
+@pytest.mark.parametrize("bits", [3, 4, 6, 8, 11, 16])
+@pytest.mark.parametrize("kind", ["normal", "common", "heavy tails", "one entry", "sizes"])
+def test_both_ends_have_the_same_difference_with_a_relative_error(kind: str, bits: int) -> None:
+    """On a graph whose workers have 1 to 3 neighbors. The error falls with the number of bits."""
+    network = Network(graph("tail", 6), dtype=torch.float64)
+    code, errors = code_of(network, bits), []
+    for t in range(60):
+        x = drawn(kind, 6, t)
+        d, true = difference(code, network, products(x, network), t), expected(x, network)
+        for i, slots in enumerate(network.neighbors.tolist()):
+            for slot, j in enumerate(slots):
+                if j >= 0:
+                    assert torch.equal(d[i, slot], -d[j, network.neighbors[j].tolist().index(i)])
+                else:
+                    assert not d[i, slot].any()
+        errors.append(float((d - true).norm() / true.norm()))
+    assert sorted(errors[20:])[20] < 12 * 2.0**-bits  # the median, once there are ranges
+
+
+def test_the_difference_is_unbiased() -> None:
+    network = Network(topologies.make("ring", 3), dtype=torch.float64)
+    code, x = code_of(network, 4), drawn("normal", 3, 0)
+    s, true = products(x, network), expected(x, network)
+    for t in range(40):
+        difference(code, network, s, t)
+    state, skipped = code.state.clone(), code.skipped
+    state[..., -2] += 3  # room for all draws
+    total, squares, draws = torch.zeros_like(true), torch.zeros_like(true), 2000
+    for t in range(draws):
+        code.load(state)
+        d = difference(code, network, s, 100 + t)
+        total += d - true
+        squares += (d - true).square()
+    deviation = (squares / draws).sqrt().clamp(min=1e-6)
+    assert float((total / draws / deviation).abs().max()) < 4.5 / draws**0.5
+    assert float(code.skipped - skipped) == 0, "else it would be biased"
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("alone_grows", [False, True], ids=["all", "one matrix"])
+def test_no_message_moves_models_apart(bits: int, alone_grows: bool) -> None:
+    """Differences grow a thousandfold in a step, shrink again, and begin at 0: V grows in no step
+    by an exchange, messages that are skipped are few, and the differences stay as small as those
+    with whole messages."""
+    least = {}
+    for b in (bits, 32):
+        network, layout = Network(topologies.make("ring", 8), dtype=torch.float64), Layout(SHAPES)
+        gossip = algorithms.make("power-gossip", network, layout, bits=b)
+        assert isinstance(gossip, PowerGossip)
+        x = torch.zeros(8, layout.size, dtype=torch.float64)
+        generator = torch.Generator().manual_seed(0)
+        network.run(gossip.step(x))
+        mean = torch.zeros(layout.size, dtype=torch.float64)
+        for t in range(240):
+            noise = torch.randn(x.shape, dtype=torch.float64, generator=generator).mul_(1e-3)
+            noise[:, : 1200 if alone_grows else None] *= 1e3 if 80 <= t < 120 else 1
+            x += noise
+            mean += noise.mean(0)
+            before = float((x - mean).square().sum())
+            network.run(gossip.step(x))
+            assert float((x - mean).square().sum()) <= before * (1 + 1e-9), t
+        least[b] = float((x - mean).norm())
+        for code in (c for codes in gossip.codes for c in codes):
+            assert float(code.skipped) <= 0.15 * float(code.blocks)
+        torch.testing.assert_close(x.mean(0), mean, rtol=0, atol=1e-9)
+    assert least[bits] < 1.5 * least[32]
+
+
+@pytest.mark.parametrize(("bits", "limit"), [(8, 1.02), (6, 1.05), (4, 1.3)])
+def test_consensus_takes_few_more_steps(bits: int, limit: float) -> None:
+    """Steps to an error that whole messages reach in 120."""
+    generator = torch.Generator().manual_seed(0)
+    first = torch.randn(8, 60 * 50, dtype=torch.float64, generator=generator)
+    target = 0.0
+    for b, steps in ((32, 120), (bits, int(120 * limit))):
+        network = Network(topologies.make("ring", 8), dtype=torch.float64)
+        gossip = algorithms.make("power-gossip", network, Layout([(60, 50)]), bits=b)
+        x = first.clone()
+        for _ in range(steps):
+            network.run(gossip.step(x))
+        error = float((x - first.mean(0)).square().sum())
+        target = target or error
+    assert error <= target
+
+
+@pytest.mark.parametrize(("bits", "iterations"), [(4, 1), (6, 2), (11, 3)])
+def test_bits_are_the_formula(bits: int, iterations: int) -> None:
+    """The first messages of each side and iteration are whole."""
+    network, layout = alone("ring", 4), Layout(SHAPES)
+    gossip = algorithms.make("power-gossip", network, layout, bits=bits, num_iterations=iterations)
+    x = torch.randn(4, layout.size)
+    sides, rest = (40 + 20, 30 + 25), 17 + 9
+
+    def size(length: int) -> int:
+        blocks = -(-length // 64)
+        fields = [bits] if bits <= 8 else [8, bits - 8]
+        return 8 * (sum(-(-length * b // 8) for b in fields) + (2 if blocks < 4 else 1) * blocks)
+
+    expected_bits, slots = 0, iterations * (1 + iterations % 2)
+    for k in range(4 * iterations):
+        whole, length = k < slots, sides[1 - k % 2]
+        expected_bits += 2 * (32 * length if whole else size(length))
+        if k % iterations == 0:
+            expected_bits += 2 * (32 * rest if k == 0 else size(rest))
+    for _ in range(4):
+        network.run(gossip.step(x))
+    assert network.bits.tolist() == [expected_bits] * 4
+
+
+def test_a_broken_neighbor_does_not_reach_others() -> None:
+    network, layout = alone("ring", 4), Layout(SHAPES)
+    gossip = algorithms.make("power-gossip", network, layout, bits=6)
+    x = torch.randn(4, layout.size)
+    for t in range(20):
+        if t == 10:
+            x[2] = torch.nan
+        network.run(gossip.step(x))
+    assert x[[0, 1, 3]].isfinite().all()
+    assert x[2].isnan().all()
+
+
+@pytest.mark.parametrize("given", [{"bits": 2}, {"bits": 17}, {"bits": 0}])
+def test_bad_options_are_rejected(given: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="bits=.*: use 3 to 16, or 32"):
+        algorithms.make("power-gossip", alone("ring", 4), Layout(SHAPES), **given)
