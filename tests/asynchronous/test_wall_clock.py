@@ -162,7 +162,8 @@ def test_a_run_goes_on_without_lost_processes_and_can_be_replayed(method, gossip
         if entry.kind == "finish":
             taken[entry.worker] += 1
         lead = max(lead, taken[1] - taken[3])
-    assert lead >= 2, "one would be possible if its neighbor waited"
+    if gossip != "bounded":
+        assert lead >= 2, "one would be possible if its neighbor waited"
     if gossip == "synchronous":
         assert taken[1] == taken[3] == 16
 
@@ -195,7 +196,7 @@ def test_a_run_without_lost_workers_resumes_with_new_ones_and_can_be_evaluated(t
     values: dict[str, Any] = {"num_epochs": 2, "optimizer": "choco", "use_decentralized_data": True}
     failing([at_step(2, 5)], folder, code=LOST, **values)
     complete = (folder / metrics.FILE).read_bytes()
-    failing([], folder, **values, resume=True)
+    failing([], folder, **values, resume=True, on_worker_loss="continue")
     assert (folder / metrics.FILE).read_bytes() == complete
     assert evaluated(folder, Processes(), **values)["worker"].dropna().tolist() == [0, 1, 3]
     values |= {"num_epochs": 3, "learning_rate": 0.05, "resume": True}

@@ -126,7 +126,10 @@ def parts(words: Words) -> Iterator[Part]:
         if end is not None:
             yield from parts(rest[end - 1 :])
     elif head == "sbatch":
-        (place,) = [i for i, word in enumerate(rest) if word.endswith(".sbatch")]
+        places = [i for i, word in enumerate(rest) if word.endswith(".sbatch")]
+        if not places:  # options alone, in a sentence
+            return
+        (place,) = places
         yield "bash", rest[place], []
         program = "examples/fsdp.py" if rest[place].endswith("fsdp.sbatch") else "train.py"
         yield "script", program, rest[place + 1 :]

@@ -104,7 +104,7 @@ def test_a_step_with_the_same_parameters_has_no_collectives(
     next(model.parameters()).requires_grad_(False)
     with pytest.raises(BadInput, match="5 of the 6 parameters"):
         averager.average_parameters(optimizer.param_groups)
-    assert calls == ["checked_barrier", "gather"]
+    assert calls[:2] == ["checked_barrier", "gather"]
 
 
 @pytest.mark.parallel([4])
