@@ -53,7 +53,13 @@ class PowerGossip:
       instead of the factorization failing.
 
     Cost, a step and neighbor: num_iterations · 32 r Σ_matrices (columns or rows, in turns) bits,
-    and 32 bits for each element of the vectors and of the matrices that are not compressed.
+    and 32 bits for each element of the vectors and of the matrices that are not compressed. With
+    b bits, b in place of 32, and 8 for each 64 elements (16 in messages of up to 192 elements).
+
+    With b bits, d comes from integers modulo 2^b, see `DifferenceCode`. It has the error of a
+    random rounding: the expectation is the same, both ends have the same d to the bit, and the mean
+    stays. The first messages of each edge are whole: those of a step, or of two if num_iterations
+    is odd.
 
     Args:
         diffusion_rate: Diffusion rate γ, or "auto": the best one of plain gossip on this topology,
@@ -63,6 +69,7 @@ class PowerGossip:
         num_iterations: Iterations of power iteration in a step.
         warm_start: Reuse the last step's directions. Otherwise they are resampled.
         round_weights: Round directions to their signs, at rank 1.
+        bits: Bits b of an element, 3 to 16, or 32.
         seed: Seed of random directions.
 
     Attributes:
@@ -72,7 +79,8 @@ class PowerGossip:
 
     Raises:
         ValueError: For a rank or number of iterations below 1, γ that is not positive,
-            round_weights with a rank other than 1, or a mixing matrix that is not symmetric.
+            round_weights with a rank other than 1, other bits, or a mixing matrix that is not
+            symmetric.
     """
 
     kind = Kind.ANTISYMMETRIC

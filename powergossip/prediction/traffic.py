@@ -175,11 +175,14 @@ class Traffic:
 
 
 def count(method: PredictedMethod, layout: Layout) -> Traffic:
-    """Run two steps of a method, and return its messages. Raises ValueError for bad options."""
+    """Run a method, and return its messages. Raises ValueError for bad options.
+
+    The first two steps do not count: messages of few bits begin with whole ones.
+    """
     network = Network(topologies.make("ring", 3), FakeProcesses(3))
     step, x = method.build(network, layout), _start(layout)
     steps = []
-    for _ in range(STEPS):
+    for _ in range(2 * STEPS):
         phases: list[Phase] = []
         conversation, received = step(x), None
         while True:
@@ -195,7 +198,8 @@ def count(method: PredictedMethod, layout: Layout) -> Traffic:
         network.round += 1
         steps.append(phases)
     assert len({len(phases) for phases in steps}) == 1
-    return Traffic(tuple(_mean(together) for together in zip(*steps, strict=True)))
+    counted = zip(*steps[-STEPS:], strict=True)
+    return Traffic(tuple(_mean(together) for together in counted))
 
 
 def _phase(messages: Sequence[Message]) -> Phase:

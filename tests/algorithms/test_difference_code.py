@@ -187,5 +187,5 @@ def test_a_broken_neighbor_does_not_reach_others() -> None:
 
 @pytest.mark.parametrize("given", [{"bits": 2}, {"bits": 17}, {"bits": 0}])
 def test_bad_options_are_rejected(given: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="bits=.*: use 3 to 16, or 32"):
+    with pytest.raises(ValueError, match=r"bits=.*: use 3 to 16, or 32"):
         algorithms.make("power-gossip", alone("ring", 4), Layout(SHAPES), **given)
