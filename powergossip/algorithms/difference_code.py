@@ -8,7 +8,6 @@ from functools import cache
 
 import numpy as np
 import torch
-from scipy.linalg import hadamard
 from torch import Tensor
 
 from powergossip import randomness
@@ -24,7 +23,7 @@ _LARGEST = 1600  # exponent of a step
 _LEAST = 30  # octaves below 1 of a part without a difference, if all are
 _EXACT = 2.0**50
 _STEPS = 4  # steps of a range in an octave
-_CLEAR = 2**33  # first index of the dither in a random stream, behind those of directions
+_CLEAR = 2**32  # first index of the dither in a random stream, behind those of directions
 
 
 class DifferenceCode:
@@ -272,7 +271,9 @@ def _rotation(size: int) -> Tensor:
     start = 0
     for length in (64, 16, 4, 1):
         while size - start >= length:
-            block = torch.from_numpy(hadamard(length, dtype=np.float64))
+            block = torch.ones(1, 1, dtype=torch.float64)
+            while len(block) < length:
+                block = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]).double(), block)
             found[start : start + length, start : start + length] = block * int(
                 (64 / length) ** 0.5
             )
