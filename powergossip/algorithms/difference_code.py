@@ -3,8 +3,8 @@
 Axes: worker (hosted here), neighbor (slot), part (a direction or a tensor of the vector), element.
 """
 
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -58,7 +58,7 @@ class DifferenceCode:
     Attributes:
         size: Bytes of a message.
         state: Exponents of σ by part, exponent of Δ, and number of messages in a row that were
-            skipped, −1 before there are ranges: int64 [worker, neighbor, slot, part + 2].
+            skipped: int64 [worker, neighbor, slot, part + 2].
         known: True if there are ranges, by slot.
         skipped, blocks: Number of blocks that were left out, and of all, over all edges.
     """
@@ -100,8 +100,9 @@ class DifferenceCode:
             for n in (self.size, length)
         )
         self._shape = (*edges.key.shape, slots, len(lengths) + 2)
-        self.state = self.no_ranges()
-        self.known = [False] * slots
+        start = self.no_ranges()
+        self.state: Tensor = start["state"]
+        self.known: list[bool] = start["known"]
         self.skipped = self.blocks = torch.zeros((), dtype=torch.float64, device=device)
 
     @property
@@ -178,16 +179,19 @@ class DifferenceCode:
         state[..., -1] = 0
         self.known[slot] = True
 
-    def no_ranges(self) -> Tensor:
-        """The state at the start."""
+    def no_ranges(self) -> dict[str, Any]:
+        """The state at the start, as `saved`."""
         state = torch.zeros(self._shape, dtype=torch.int64, device=self._device)
-        state[..., -1] = -1
-        return state
+        return {"state": state, "known": [False] * self._shape[2]}
 
-    def load(self, state: Tensor) -> None:
-        """Restore `state`."""
-        self.state.copy_(state)
-        self.known = (self.state[..., -1] >= 0).flatten(0, 1).all(0).tolist()
+    def saved(self) -> dict[str, Any]:
+        """`state` and `known`."""
+        return {"state": self.state, "known": list(self.known)}
+
+    def load(self, saved: Mapping[str, Any]) -> None:
+        """Restore what `saved` returned."""
+        self.state.copy_(saved["state"])
+        self.known = list(saved["known"])
 
     def _follow(self, slot: int, k: Tensor, integers: Tensor, failed: Tensor, skip: Tensor) -> None:
         """Change the ranges after a message. Sums of integers are exact in any order."""
@@ -263,7 +267,6 @@ class DifferenceCode:
 _ROOTS = (1.0, 1.189207115002721, 1.4142135623730951, 1.681792830507429)  # 2^(i/4)
 
 
-@cache
 def _rotation(size: int) -> Tensor:
     """An orthogonal matrix times 8, of integers: a Hadamard matrix of 64, or smaller ones along the
     diagonal."""

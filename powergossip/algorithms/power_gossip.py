@@ -358,15 +358,15 @@ class PowerGossip:
             self.resume(iterations, t).unpack(directions)
         self.load_ranges(state["matrices"].get("ranges", ()))
 
-    def ranges(self) -> list[Tensor]:
+    def ranges(self) -> list[dict[str, Any]]:
         """The ranges of messages of few bits."""
-        return [code.state for codes in self.codes for code in codes]
+        return [code.saved() for codes in self.codes for code in codes]
 
-    def load_ranges(self, ranges: Sequence[Tensor]) -> None:
+    def load_ranges(self, ranges: Sequence[Mapping[str, Any]]) -> None:
         """Set the ranges of messages of few bits."""
         codes = [code for codes in self.codes for code in codes]
-        for code, state in zip(codes, ranges, strict=True):
-            code.load(state)
+        for code, saved in zip(codes, ranges, strict=True):
+            code.load(saved)
 
     def resume(self, iterations: int, t: int = 0, keys: Tensor | None = None) -> Side:
         """Go to an iteration of round t of the topology. Returns p, which the caller sets.

@@ -25,6 +25,7 @@ Symbols: i (this end), j (the other end), w (the weight w_ij of this exchange), 
 """
 
 from collections.abc import Mapping
+from copy import deepcopy
 from functools import cache
 from typing import Any, Protocol
 
@@ -184,8 +185,7 @@ class PowerEnd:
         u = self._p[0].new_zeros(1, self._size)
         gossip.update(u, ours, theirs)
         self._p[1 - k % 2].copy_(gossip.directions[0].flat)
-        for ranges, state in zip(self._ranges, gossip.ranges(), strict=True):
-            ranges.copy_(state)
+        self._ranges = deepcopy(gossip.ranges())
         return u[0].mul_(self._sign * weight)
 
     def _resumed(self, k: int) -> Side:
@@ -202,8 +202,7 @@ class PowerEnd:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for p, saved in zip(self._p, state["directions"], strict=True):
             p.copy_(torch.cat([part.flatten() for part in saved] or [p]))
-        for ranges, saved in zip(self._ranges, state.get("ranges", ()), strict=True):
-            ranges.copy_(saved)
+        self._ranges = deepcopy(state.get("ranges", []))
 
 
 class ChocoEnd:

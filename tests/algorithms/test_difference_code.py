@@ -1,5 +1,6 @@
 """Differences from messages of few bits: laws of both ends, of errors, and of ranges."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -89,11 +90,11 @@ def test_the_difference_is_unbiased() -> None:
     s, true = products(x, network), expected(x, network)
     for t in range(40):
         difference(code, network, s, t)
-    state, skipped = code.state.clone(), code.skipped
-    state[..., -2] += 3  # room for all draws
+    saved, skipped = copy.deepcopy(code.saved()), code.skipped
+    saved["state"][..., -2] += 3  # room for all draws
     total, squares, draws = torch.zeros_like(true), torch.zeros_like(true), 2000
     for t in range(draws):
-        code.load(state)
+        code.load(saved)
         d = difference(code, network, s, 100 + t)
         total += d - true
         squares += (d - true).square()
