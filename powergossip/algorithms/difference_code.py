@@ -74,6 +74,7 @@ class DifferenceCode:
     ):
         self._edges, self._bits, self._shards = edges, bits, shards
         self._device = device = edges.key.device
+        self._roots = torch.tensor(_ROOTS, dtype=torch.float64, device=device)
         self._first = _CLEAR + index * 2**32
         count = sum(lengths)
         self.elements = count
@@ -120,7 +121,7 @@ class DifferenceCode:
             counter: Index of the random numbers.
         """
         sizes, step = self._ranges(slot)
-        z = s.double()[..., self._order] * self._signs / sizes
+        z = s.double().index_select(-1, self._order) * self._signs / sizes
         y = self._rotated(z, transposed=False).div_(8 * step)
         dither = randomness.uniform(self._edges.key, counter, self.elements, self._first)
         whole = 2.0 ** (self._bits + 8 * self._bytes)
@@ -157,20 +158,19 @@ class DifferenceCode:
         wrong &= present[..., None]
         failed = wrong.sum(-1)
         skip = failed * 4 > self._blocks
-        left = wrong[..., self._block] | (skip | ~present)[..., None]
-        k = k.masked_fill(left, 0)
+        kept = present & (failed * 4 <= self._blocks)
+        blocks = (wrong == 0) & kept[..., None]
+        k = k * blocks.gather(-1, self._block.expand_as(k))
         sizes, step = self._ranges(slot)
         integers = self._rotated(k.double(), transposed=True)
         self._follow(slot, k, integers, failed, skip)
-        return (integers * (step / 8) * sizes * self._signs)[..., self._back]
+        return (integers * (step / 8) * sizes * self._signs).index_select(-1, self._back)
 
     def begin(self, d: Tensor, slot: int) -> None:
         """Take the ranges from a difference [worker, neighbor, element] that was sent whole."""
-        sizes = d.double()[..., self._order].abs()
-        largest = torch.zeros(*d.shape[:2], len(self._lengths), dtype=torch.float64)
-        largest = largest.to(self._device).scatter_reduce_(
-            -1, self._part.expand_as(sizes), sizes, "amax"
-        )
+        sizes = d.double().index_select(-1, self._order).abs()
+        largest = sizes.new_zeros(*d.shape[:2], len(self._lengths))
+        largest.scatter_reduce_(-1, self._part.expand_as(sizes), sizes, "amax")
         state = self.state[:, :, slot]
         state[..., :-2] = torch.frexp(largest.nan_to_num_())[1] - 2  # an amplitude, not the largest
         sizes = state[..., :-2].masked_fill_(largest == 0, -_LEAST)
@@ -196,8 +196,8 @@ class DifferenceCode:
     def _follow(self, slot: int, k: Tensor, integers: Tensor, failed: Tensor, skip: Tensor) -> None:
         """Change the ranges after a message. Sums of integers are exact in any order."""
         state, half = self.state[:, :, slot], 2 ** (self._bits - 1)
-        squares = torch.zeros(*k.shape[:2], len(self._lengths), dtype=torch.float64)
-        squares = squares.to(self._device).index_add_(-1, self._part, integers.square())
+        squares = integers.new_zeros(*k.shape[:2], len(self._lengths))
+        squares.index_add_(-1, self._part, integers.square())
         _, step = self._ranges(slot)
         mean = squares / self._lengths * (step / 8).square()
         before = state[..., :-2]
@@ -231,10 +231,11 @@ class DifferenceCode:
         """
         state = self.state[:, :, slot]
         one = torch.ones((), dtype=torch.float64, device=self._device)
-        sizes = torch.ldexp(one.expand_as(state[..., :-2]), state[..., :-2])[..., self._part]
+        sizes = torch.ldexp(one.expand_as(state[..., :-2]), state[..., :-2]).index_select(
+            -1, self._part
+        )
         exponent = state[..., -2:-1]
-        roots = torch.tensor(_ROOTS, dtype=torch.float64, device=self._device)
-        return sizes, torch.ldexp(roots[exponent % _STEPS], exponent // _STEPS)
+        return sizes, torch.ldexp(self._roots[exponent % _STEPS], exponent // _STEPS)
 
     def _rotated(self, z: Tensor, *, transposed: bool) -> Tensor:
         """H z, or Hᵀ z, without the factor 1/8. Integers give the same result in any order."""
@@ -250,8 +251,9 @@ class DifferenceCode:
 
     def _by_block(self, values: Tensor) -> Tensor:
         """The sums over the blocks [..., block], int64."""
-        sums = torch.zeros(*values.shape[:-1], self._blocks, dtype=torch.int64)
-        return sums.to(self._device).index_add_(-1, self._block, values.long())
+        shape = (*values.shape[:-1], self._blocks)
+        sums = torch.zeros(shape, dtype=torch.int64, device=self._device)
+        return sums.index_add_(-1, self._block, values.long())
 
     def _read(self, message: Tensor) -> tuple[Tensor, Tensor]:
         """The integers [..., element] and the checksums [..., block] of a message, int64."""
