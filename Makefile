@@ -74,7 +74,7 @@ test-changed: setup ## those for one process that import what differs from SINCE
 	@$(activate) && $(test_environment) && \
 	$(pytest_on_all_cores) --since '$(SINCE)' -m 'parallel[match] and not slow' $(chosen)
 
-test-scripts: PROCESSES := 2
+test-scripts: PROCESSES :=
 test-scripts: GLOO :=
 test-scripts: chosen := $(scripts)
 test-scripts: setup ## the tests of experiments, benchmarks, documents, images and scripts

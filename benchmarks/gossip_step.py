@@ -45,6 +45,7 @@ class GossipStep:
     num_iterations: int | None = None  # power iterations of power-gossip per step; null: 1
     warm_start: bool | None = None  # of power-gossip
     round_weights: bool | None = None  # of power-gossip
+    bits: int | None = None  # of power-gossip
     theta: float | None = None  # of moniqua
     running_sums: bool | None = None  # of push-sum
     copy_rate: float | None = None  # of choco

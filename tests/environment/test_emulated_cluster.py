@@ -142,6 +142,7 @@ left, right = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
 sent, received = bytes([comm.rank]) * 1_000_000, bytearray(1_000_000)
 comm.Sendrecv(sent, right, recvbuf=received, source=left)
 assert received == bytes([left]) * 1_000_000
+comm.Barrier()  # all bytes have arrived
 through_link = int(pathlib.Path("/sys/class/net/eth0/statistics/tx_bytes").read_text())
 rows = comm.gather((os.readlink("/proc/self/ns/net"), through_link))
 if rows:
