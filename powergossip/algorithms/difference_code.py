@@ -46,8 +46,8 @@ class DifferenceCode:
 
     A difference beyond the range would wrap around. Each block has a checksum of 8 bits, the sum of
     the carries ⌊k/2^b⌋ with odd weights modulo 256. It finds one or two wraps, and others with
-    probability 255/256. Both ends find the same. They leave the block out, and widen Δ. If more
-    than half of the blocks wrap, d = 0.
+    probability 255/256. It has 16 bits in messages of up to 192 elements. Both ends find the same.
+    They leave the block out, and widen Δ. If more than a quarter of the blocks wrap, d = 0.
 
     Args:
         lengths: Elements of the parts.
