@@ -3,20 +3,20 @@
 Axes: worker (hosted here), neighbor (slot), part (a direction or a tensor of the vector), element.
 """
 
+import ctypes
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from powergossip import randomness
+from powergossip import kernels, randomness
 from powergossip.algorithms.directions import EdgeConstants
 from powergossip.compressors.packing import pack, packed_size, unpack
 from powergossip.shards import Shards
 
 WHOLE = 32  # bits of an element that is not coded
-_BLOCK = 64  # elements that are rotated together, of norm 8
+_BLOCK = 64  # elements that are rotated together
 _FINE = 6  # mean square of the integers from which a step is narrow enough
 _APART = 12  # octaves between the sizes of parts
 _LARGEST = 1600  # exponent of a step
@@ -32,7 +32,7 @@ class DifferenceCode:
     Vectors s of neighbors are large, and their difference is small. Both ends round s on the same
     grid, with the same dither u, and send integers modulo 2^b::
 
-        y_i = H (s_i/σ)                  H: rotation of blocks of 64 elements, in a random order
+        y_i = H (s_i/σ)                  H: rotation of blocks of 64 elements, after random signs
         k_i = ⌊y_i/Δ + u⌋                sent modulo 2^b
         d = σ Hᵀ Δ mod(k_j − k_i)        mod: to −2^(b−1) … 2^(b−1)
 
@@ -40,12 +40,12 @@ class DifferenceCode:
     u, and the error is relative to d, not to s. Modulo rounding with the receiver's own vector as
     reference: Davies et al. (2021), arXiv:2002.09268; there the ends do not have the same d.
 
-    The size σ of each part follows the last d. The rotation gives all elements of a block the same
-    distribution, whatever the parts and their outliers. The step Δ leaves room for changes, and
-    follows the largest integers.
+    The size σ of each part follows the last d. A block has elements from all of the vector, at
+    equal distances. The rotation gives them the same distribution, whatever the parts and their
+    outliers. The step Δ leaves room for changes, and follows the largest integers.
 
     A difference beyond the range would wrap around. Each block has a checksum of 8 bits, the sum of
-    the carries ⌊k/2^b⌋ with odd weights modulo 256. It finds one or two wraps, and others with
+    the carries ⌊k/2^b⌋ with weights 3^r modulo 256. It finds one or two wraps, and others with
     probability 255/256. It has 16 bits in messages of up to 192 elements. Both ends find the same.
     They leave the block out, and widen Δ. If more than a quarter of the blocks wrap, d = 0.
 
@@ -54,13 +54,13 @@ class DifferenceCode:
         shards: Processes of the replica, if parameters are divided over them. All have s, and each
             sends a piece of the message.
         index: Index of the code among those of an edge.
+        library: Compiled loops, kernels/difference_code.c. They give the same results.
 
     Attributes:
         size: Bytes of a message.
         state: Exponents of σ by part, exponent of Δ, and number of messages in a row that were
             skipped: int64 [worker, neighbor, slot, part + 2].
         known: True if there are ranges, by slot.
-        skipped, blocks: Number of blocks that were left out, and of all, over all edges.
     """
 
     def __init__(
@@ -71,27 +71,29 @@ class DifferenceCode:
         slots: int,
         index: int,
         shards: Shards | None = None,
+        library: kernels.Kernels | None = None,
     ):
         self._edges, self._bits, self._shards = edges, bits, shards
         self._device = device = edges.key.device
         self._roots = torch.tensor(_ROOTS, dtype=torch.float64, device=device)
         self._first = _CLEAR + index * 2**32
-        count = sum(lengths)
-        self.elements = count
+        self.elements = count = sum(lengths)
         random = randomness.generator(0, "difference-code", count)
-        order = random.permutation(count)
-        signs = random.choice([-1.0, 1.0], count)
-        part = np.repeat(np.arange(len(lengths)), lengths)
-        self._order = torch.from_numpy(order).to(device)
-        self._back = torch.from_numpy(np.argsort(order)).to(device)
-        self._part = torch.from_numpy(part[order]).to(device)
-        self._signs = torch.from_numpy(signs).to(device)
-        self._lengths = torch.tensor(lengths, dtype=torch.float64, device=device)
-        self._full = count // _BLOCK * _BLOCK
-        self._rotations = [_rotation(_BLOCK).to(device), _rotation(count - self._full).to(device)]
-        self._blocks = -(-count // _BLOCK)
-        self._weights = 2 * torch.arange(count, device=device) % (2 * _BLOCK) + 1
-        self._block = torch.arange(count, device=device) // _BLOCK
+        self._signs = torch.from_numpy(random.choice([-1.0, 1.0], count)).to(device)
+        self._lengths = torch.tensor(lengths, device=device)
+        part = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths, dtype=torch.long))
+        self._part = part.to(device)
+        self._columns, rest = divmod(count, _BLOCK)
+        self._blocks = self._columns + (rest > 0)
+        self._place = torch.from_numpy(random.permutation(rest))
+        self._rotations = [
+            _rotation(_BLOCK).to(device),
+            _rotation(rest)[:, self._place.argsort()].to(device),
+        ]
+        # ±3^r are all odd numbers modulo a power of two, each once.
+        weights = torch.tensor([pow(3, row, 2**16) for row in range(_BLOCK)])
+        weights = torch.cat([weights.repeat_interleave(self._columns), weights[:rest]])
+        self._weights = weights.to(device)
         self._bytes = 1 if self._blocks > 3 else 2  # of a checksum
         self.size = sum(packed_size(count, b) for b in self._widths) + self._bytes * self._blocks
         pieces = 1 if self._shards is None else self._shards.size
@@ -104,7 +106,18 @@ class DifferenceCode:
         start = self.no_ranges()
         self.state: Tensor = start["state"]
         self.known: list[bool] = start["known"]
-        self.skipped = self.blocks = torch.zeros((), dtype=torch.float64, device=device)
+        self._counts = torch.zeros(2, *edges.key.shape, dtype=torch.int64, device=device)
+        self._compiled = None if library is None else self._loops(library)
+
+    @property
+    def skipped(self) -> Tensor:
+        """Number of blocks that were left out, over all edges."""
+        return self._counts[0].sum()
+
+    @property
+    def blocks(self) -> Tensor:
+        """Number of all blocks."""
+        return self._counts[1].sum()
 
     @property
     def _widths(self) -> tuple[int, ...]:
@@ -120,16 +133,35 @@ class DifferenceCode:
             slot: Index of the ranges.
             counter: Index of the random numbers.
         """
+        if self._compiled is None:
+            self._encode(s, slot, counter)
+        else:
+            self._compiled.encode(s, slot, counter)
+        if self._shards is None:
+            return self._message
+        return self._shards.piece(self._message, self._piece)
+
+    def decode(self, own: Tensor, received: Tensor, slot: int) -> Tensor:
+        """d [worker, neighbor, element] from the messages of both ends.
+
+        In double precision without compiled loops. The next call overwrites theirs.
+        """
+        if self._shards is not None:
+            own, received = (self._shards.message(piece, self.size) for piece in (own, received))
+        if self._compiled is not None:
+            return self._compiled.decode(own, received, slot)
+        return self._decode(own, received, slot)
+
+    def _encode(self, s: Tensor, slot: int, counter: int) -> None:
         sizes, step = self._ranges(slot)
-        z = s.double().index_select(-1, self._order) * self._signs / sizes
-        y = self._rotated(z, transposed=False).div_(8 * step)
+        full, rest = self._split(s.double() * self._signs / sizes)
+        y = self._rotated(full, rest @ self._rotations[1].mT).mul_(0.125 / step)
         dither = randomness.uniform(self._edges.key, counter, self.elements, self._first)
         whole = 2.0 ** (self._bits + 8 * self._bytes)
         # Beyond double precision, the ends send different numbers, and both find that.
         sign = self._edges.sign[..., None]
         noise = (dither.double() * sign).remainder_(1).mul_(whole)
-        k = torch.where(y.abs() < _EXACT, y.add(dither), noise).floor_().remainder_(whole)
-        k = k.nan_to_num_().long()
+        k = torch.where(y.abs() < _EXACT, y.add(dither), noise).floor_().remainder_(whole).long()
         low, carries = k & (2**self._bits - 1), k >> self._bits
         fields = [low & 255, low >> 8]
         packed = [
@@ -139,14 +171,8 @@ class DifferenceCode:
         sums = self._sums(carries)
         sums = torch.cat([sums >> 8 * i & 255 for i in range(self._bytes)], -1).to(torch.uint8)
         torch.cat([*packed, sums], -1, out=self._message)
-        if self._shards is None:
-            return self._message
-        return self._shards.piece(self._message, self._piece)
 
-    def decode(self, own: Tensor, received: Tensor, slot: int) -> Tensor:
-        """d [worker, neighbor, element], in double precision, from the messages of both ends."""
-        if self._shards is not None:
-            own, received = (self._shards.message(piece, self.size) for piece in (own, received))
+    def _decode(self, own: Tensor, received: Tensor, slot: int) -> Tensor:
         low, sums = self._read(received)
         own_low, own_sums = self._read(own)
         whole, half = 2**self._bits, 2 ** (self._bits - 1)
@@ -158,19 +184,20 @@ class DifferenceCode:
         wrong &= present[..., None]
         failed = wrong.sum(-1)
         skip = failed * 4 > self._blocks
-        kept = present & (failed * 4 <= self._blocks)
-        blocks = (wrong == 0) & kept[..., None]
-        k = k * blocks.gather(-1, self._block.expand_as(k))
+        left = present & (failed * 4 <= self._blocks)
+        k = k * self._of_blocks((wrong == 0) & left[..., None])
         sizes, step = self._ranges(slot)
-        integers = self._rotated(k.double(), transposed=True)
+        full, rest = self._split(k.double())
+        integers = self._rotated(full, rest @ self._rotations[1])
         self._follow(slot, k, integers, failed, skip)
-        return (integers * (step / 8) * sizes * self._signs).index_select(-1, self._back)
+        self._counts[0] += torch.where(skip, self._blocks, failed)
+        self._counts[1] += present * self._blocks
+        return integers.mul_(step / 8).mul_(sizes).mul_(self._signs)
 
     def begin(self, d: Tensor, slot: int) -> None:
         """Take the ranges from a difference [worker, neighbor, element] that was sent whole."""
-        sizes = d.double().index_select(-1, self._order).abs()
-        largest = sizes.new_zeros(*d.shape[:2], len(self._lengths))
-        largest.scatter_reduce_(-1, self._part.expand_as(sizes), sizes, "amax")
+        largest = d.new_zeros(*d.shape[:2], len(self._lengths), dtype=torch.float64)
+        largest.scatter_reduce_(-1, self._part.expand_as(d), d.double().abs(), "amax")
         state = self.state[:, :, slot]
         state[..., :-2] = torch.frexp(largest.nan_to_num_())[1] - 2  # an amplitude, not the largest
         sizes = state[..., :-2].masked_fill_(largest == 0, -_LEAST)
@@ -221,11 +248,9 @@ class DifferenceCode:
         state[..., :-2] = torch.where(skip[..., None], same, sizes)
         state[..., -2] = (state[..., -2] + change).clamp_(-_LARGEST, _LARGEST)
         state[..., -1] = skips
-        self.skipped = self.skipped + torch.where(skip, self._blocks, failed).sum()
-        self.blocks = self.blocks + self._blocks * (self._edges.absent == 0).sum()
 
     def _ranges(self, slot: int) -> tuple[Tensor, Tensor]:
-        """σ [worker, neighbor, element], in the order of the rotation, and Δ [worker, neighbor, 1].
+        """σ [worker, neighbor, element], and Δ [worker, neighbor, 1].
 
         They are powers of 2 and of its fourth root, from a table.
         """
@@ -237,13 +262,14 @@ class DifferenceCode:
         exponent = state[..., -2:-1]
         return sizes, torch.ldexp(self._roots[exponent % _STEPS], exponent // _STEPS)
 
-    def _rotated(self, z: Tensor, *, transposed: bool) -> Tensor:
-        """H z, or Hᵀ z, without the factor 1/8. Integers give the same result in any order."""
-        full, rest = self._rotations
-        if transposed:
-            full, rest = full.mT, rest.mT
-        blocks = z[..., : self._full].unflatten(-1, (-1, _BLOCK)) @ full.mT
-        return torch.cat([blocks.flatten(-2), z[..., self._full :] @ rest.mT], -1)
+    def _rotated(self, full: Tensor, rest: Tensor) -> Tensor:
+        """8 H z = 8 Hᵀ z. Integers give the same result in any order."""
+        return torch.cat([(self._rotations[0] @ full).flatten(-2), rest], -1)
+
+    def _split(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        """The matrix [..., 64, columns] whose columns are blocks, and the block behind it."""
+        full = self._columns * _BLOCK
+        return z[..., :full].unflatten(-1, (_BLOCK, self._columns)), z[..., full:]
 
     def _sums(self, carries: Tensor) -> Tensor:
         """Σ weight · carry modulo 256, or 256², of each block."""
@@ -251,9 +277,15 @@ class DifferenceCode:
 
     def _by_block(self, values: Tensor) -> Tensor:
         """The sums over the blocks [..., block], int64."""
-        shape = (*values.shape[:-1], self._blocks)
-        sums = torch.zeros(shape, dtype=torch.int64, device=self._device)
-        return sums.index_add_(-1, self._block, values.long())
+        full, rest = self._split(values)
+        sums = full.sum(-2), rest.sum(-1, keepdim=True)
+        return torch.cat(sums, -1)[..., : self._blocks]
+
+    def _of_blocks(self, values: Tensor) -> Tensor:
+        """The values of blocks, for each element."""
+        columns = values[..., : self._columns].repeat(*[1] * (values.dim() - 1), _BLOCK)
+        rest = self.elements - self._columns * _BLOCK
+        return torch.cat([columns, values[..., -1:].expand(*values.shape[:-1], rest)], -1)
 
     def _read(self, message: Tensor) -> tuple[Tensor, Tensor]:
         """The integers [..., element] and the checksums [..., block] of a message, int64."""
@@ -264,6 +296,58 @@ class DifferenceCode:
             low, start = low + (field.long() << shift), stop
         sums = message[..., start:].long().unflatten(-1, (self._bytes, -1))
         return low, sum((sums[..., i, :] << 8 * i for i in range(self._bytes)), sums[..., 0, :] * 0)
+
+    def _loops(self, library: kernels.Kernels) -> "_Loops":
+        edges = self._edges
+        arrays = [self._lengths, self._place, self._signs, edges.sign, edges.absent, edges.key]
+        arrays = [array.contiguous() for array in (*arrays, self.state, self._counts)]
+        structure = _Code(
+            *(edges.key.numel(), self._shape[2], len(self._lengths), self.elements),
+            *(self._bits, 8 * self._bytes, self.size, self._first),
+            *(kernels.address(array) for array in arrays),
+        )
+        return _Loops(library, structure, arrays, self._message)
+
+
+class _Code(ctypes.Structure):
+    """`Code` of difference_code.c."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("edges", "slots", "parts", "elements")),
+        *((name, ctypes.c_int64) for name in ("bits", "check", "size", "first")),
+        *((name, ctypes.c_void_p) for name in ("length", "place", "flip", "sign", "absent", "key")),
+        *((name, ctypes.c_void_p) for name in ("state", "counts")),
+    )
+
+
+class _Loops:
+    """The compiled loops of a code.
+
+    Args:
+        arrays: The memory of the structure.
+    """
+
+    def __init__(
+        self, library: kernels.Kernels, code: _Code, arrays: Sequence[Tensor], message: Tensor
+    ):
+        self._code, self._arrays, self._message = code, arrays, message
+        self._at = ctypes.addressof(code)
+        self._d = torch.empty(*message.shape[:2], code.elements)
+        self._encode = kernels.function(library, "difference_encode", "pipiiiupi")
+        self._decode = kernels.function(library, "difference_decode", "pipppi")
+
+    def encode(self, s: Tensor, slot: int, counter: int) -> None:
+        assert s.dtype == torch.float32
+        assert s.stride(2) == 1
+        self._encode(
+            *(self._at, slot, s.data_ptr(), s.stride(0), s.stride(1), s.shape[1], counter),
+            *(self._message.data_ptr(), torch.get_num_threads()),
+        )
+
+    def decode(self, own: Tensor, received: Tensor, slot: int) -> Tensor:
+        messages = (kernels.address(message) for message in (own, received))
+        self._decode(self._at, slot, *messages, self._d.data_ptr(), torch.get_num_threads())
+        return self._d
 
 
 _ROOTS = (1.0, 1.189207115002721, 1.4142135623730951, 1.681792830507429)  # 2^(i/4)

@@ -158,9 +158,9 @@ class PowerGossip:
             rest = [m.rows * m.columns for m in self._rest for _ in range(m.layers)]
             self.codes = [
                 (
-                    DifferenceCode(edges, bits, sides[0], self._slots // 2, 0, shards),
-                    DifferenceCode(edges, bits, sides[1], self._slots // 2, 1, shards),
-                    DifferenceCode(edges, bits, rest, 1, 2, shards),
+                    DifferenceCode(edges, bits, sides[0], self._slots // 2, 0, shards, library),
+                    DifferenceCode(edges, bits, sides[1], self._slots // 2, 1, shards, library),
+                    DifferenceCode(edges, bits, rest, 1, 2, shards, library),
                 )
                 for edges in self._edges
             ]

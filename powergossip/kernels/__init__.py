@@ -57,6 +57,7 @@ _FILES = (
     "common.h",
     "compressed.c",
     "power_gossip.c",
+    "difference_code.c",
     "sums.c",
 )  # one translation unit, in this order
 SWITCH = "POWERGOSSIP_KERNELS"

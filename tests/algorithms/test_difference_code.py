@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from powergossip import algorithms, topologies
+from powergossip import algorithms, kernels, topologies
 from powergossip.algorithms.difference_code import DifferenceCode
 from powergossip.algorithms.directions import EdgeConstants
 from powergossip.algorithms.power_gossip import PowerGossip
@@ -81,7 +81,7 @@ def test_both_ends_have_the_same_difference_with_a_relative_error(kind: str, bit
                 else:
                     assert not d[i, slot].any()
         errors.append(float((d - true).norm() / true.norm()))
-    assert sorted(errors[20:])[20] < 12 * 2.0**-bits  # the median, once there are ranges
+    assert sorted(errors[20:])[20] < 16 * 2.0**-bits  # the median, once there are ranges
 
 
 def test_the_difference_is_unbiased() -> None:
@@ -101,6 +101,31 @@ def test_the_difference_is_unbiased() -> None:
     deviation = (squares / draws).sqrt().clamp(min=1e-6)
     assert float((total / draws / deviation).abs().max()) < 4.5 / draws**0.5
     assert float(code.skipped - skipped) == 0, "else it would be biased"
+
+
+@pytest.mark.skipif(kernels.compiled() is None, reason="without a C compiler")
+@pytest.mark.parametrize("bits", [3, 4, 8, 11, 16])
+@pytest.mark.parametrize("lengths", [(5,), (64,), (40, 3, 90, 17), (300, 1000, 7, 3)], ids=str)
+def test_compiled_loops_give_the_same_bits(lengths: tuple[int, ...], bits: int) -> None:
+    """Messages, differences and ranges, also after wraps and for a worker without finite values."""
+    network, threads = alone("ring", 5), torch.get_num_threads()
+    edges = EdgeConstants(network, network.rounds[0], 1.0, 0)
+    codes = [
+        DifferenceCode(edges, bits, lengths, 2, 1, library=library)
+        for library in (None, kernels.compiled())
+    ]
+    generator = torch.Generator().manual_seed(0)
+    for t in range(40):
+        x = torch.randn(5, sum(lengths), generator=generator) * (50 if 20 <= t < 24 else 1)
+        x += 1e3 * (t % 3)
+        x[1] = {30: torch.nan, 33: 1e30}.get(t, x[1])
+        reference, compiled = (difference(code, network, products(x, network), t) for code in codes)
+        assert torch.equal(compiled, reference.float()), t
+        assert torch.equal(codes[0].state, codes[1].state), t
+        torch.set_num_threads(1 + t % 2)
+    torch.set_num_threads(threads)
+    assert torch.equal(*(torch.stack([code.skipped, code.blocks]) for code in codes))
+    assert int(codes[0].skipped) > 0
 
 
 @pytest.mark.parametrize("bits", [4, 8])
