@@ -61,7 +61,7 @@ class Job:
         # Like mpirun's, its processes are children, and the signal is handed on by it.
         executable(
             bin_folder / "mpirun",
-            'shift 2; "$@" & trap "kill -USR1 $!" USR1; wait $!; c=$?; '
+            """shift 2; trap 'kill -USR1 $!' USR1; "$@" & wait $!; c=$?; """
             'while kill -0 $! 2>/dev/null; do wait $!; c=$?; done; wait $!; exit "$?"',
         )
         executable(bin_folder / "scontrol", f'echo "$@" >>{folder}/scontrol')
