@@ -36,6 +36,7 @@ LAYOUT = Layout([(6, 5), (5, 6), (4, 3, 2), (7,)])
 GRAPHS = ("ring", "torus", "exponential", "one-peer-exponential", "base-graph", "star")
 EVERY = {**METHODS, "DeepSqueeze": PredictedMethod("deepsqueeze"),
          "Moniqua": PredictedMethod("moniqua"),
+         "all-reduce, 4 bits": PredictedMethod("all-reduce", {"bits": 4}),
          "signSGD": PredictedMethod("signsgd"), "DGC": PredictedMethod("dgc"),
          "SparseLoCo": PredictedMethod("sparse-loco")}  # fmt: skip
 WORKING = [(n, g) for n in EVERY for g in GRAPHS if not EVERY[n].rejects(topologies.make(g, 8))]
