@@ -119,8 +119,8 @@ class QuantizedMean(ExactMean):
         r.copy_(point)
 
     def state_dict(self) -> dict[str, Any]:
-        """The entries reference, r [worker, D] or None, error, e [worker, D], and rest, f_k [worker,
-        element of its piece]."""
+        """The entries reference, r [worker, D] or None, error, e [worker, D], and rest, f [worker,
+        element of a piece]."""
         r = self._reference
         hosted = len(self._row) // self._copies
         return {
