@@ -121,10 +121,12 @@ BLOCK = 64  # entries with one scale
 class BlockRounding:
     """C(v) = s ξ(v) for each block of 64 entries, with b bits an entry.
 
-    ξ_j is the nearest odd integer to v_j/s₀, at most 2^b − 1 in magnitude, for s₀ = ‖v‖_∞/2^b. With
-    8 bits it is an integer up to 127, and s₀ = ‖v‖_∞/127.5. s minimizes ‖v − s ξ‖::
+    ξ_j is the nearest odd integer to v_j/s, at most 2^b − 1 in magnitude. With 8 bits it is the
+    nearest integer up to 127. s is ‖v‖_∞/2^b, with 8 bits ‖v‖_∞/127.5. Then it minimizes ‖v − s ξ‖::
 
         s = ⟨v, ξ⟩/‖ξ‖²
+
+    With 2 or 3 bits, both are repeated once.
 
     Message: s in bfloat16 for each block, then N integers of b bits. A block has its own
     `δ = ⟨v, ξ⟩²/(‖ξ‖² ‖v‖²)`, which is above 0.
@@ -154,13 +156,14 @@ class BlockRounding:
     def compress(self, v: Tensor, stream: Stream) -> tuple[Tensor, ...]:
         levels, size = self._levels, v.shape[-2] * v.shape[-1]
         blocks = _blocks(v.flatten(-2))
-        largest = blocks.abs().amax(-1, keepdim=True)
-        index = blocks / largest * (levels.step / 2 - levels.first)  # in units of s₀
-        index = index.sub_(levels.first).div_(levels.step).round_().clamp_(0, levels.count - 1)
-        index.nan_to_num_()  # 0/0 too: all entries are 0
-        integers = index * levels.step + levels.first
-        scale = (blocks * integers).sum(-1) / integers.square().sum(-1)
-        return scale, index.flatten(-2)[..., :size]
+        scale = blocks.abs().amax(-1, keepdim=True) / (levels.step / 2 - levels.first)
+        for _ in range(2 if self.bits < 4 else 1):
+            index = (blocks / scale).sub_(levels.first).div_(levels.step).round_()
+            index.clamp_(0, levels.count - 1).nan_to_num_()  # 0/0 too: all entries are 0
+            integers = _blocks(index.flatten(-2)[..., :size] * levels.step + levels.first)
+            squares = integers.square().sum(-1, keepdim=True)
+            scale = (blocks * integers).sum(-1, keepdim=True) / squares
+        return scale.squeeze(-1), index.flatten(-2)[..., :size]
 
     def decompress(self, fields: tuple[Tensor, ...], out: Tensor, stream: Stream) -> None:
         scale, integers = fields

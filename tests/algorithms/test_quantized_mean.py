@@ -108,10 +108,11 @@ def test_a_resumed_walk_is_the_same_to_the_bit(bits: int) -> None:
 def test_quadratics_end_where_all_reduce_ends(name: str, local_steps: int, bits: int) -> None:
     """Up to the errors, in units of the displacements of workers that move apart in each round."""
     found = []
-    for given in ({}, {"bits": bits}):
+    for given in (dict[str, Any](), {"bits": bits}):
         problem = Quadratics()
-        options = {"averaging_options": given, "local_steps": local_steps}
-        rule = rule_of(name, "all-reduce", problem, 0.05, **options)
+        rule = rule_of(
+            name, "all-reduce", problem, 0.05, averaging_options=given, local_steps=local_steps
+        )
         train(rule, problem, 300)
         found.append(problem.x[0].clone())
     apart = 0.05 * local_steps * Quadratics().gradients().norm(dim=1).mean()
@@ -134,7 +135,7 @@ def test_displacements_are_from_the_slow_model(fragments: int, correction: bool)
         (reference, *_) = fragment.joint.split(fragment.averaging.state_dict()["reference"])
         assert torch.equal(reference, slow)
     assert network.bits.tolist() == [5 * fragments * 2 * 7 * (2 * 64 + 16)] * 8
-    assert torch.equal(problem.x, problem.x[:1].expand_as(problem.x))
+    assert torch.equal(rule._slow, rule._slow[:1].expand_as(rule._slow))
 
 
 # --- The compressor -------------------------------------------------------------------------------
@@ -152,7 +153,7 @@ def test_blocks_are_contracted(bits: int) -> None:
     best = {2: 0.1188, 3: 0.03744, 4: 0.01154}  # Max (1960): levels at equal distances
     error = compressed(v, bits) - v
     assert error.square().mean() < 1.2 * best.get(bits, 1.2 * 8 / 3 * 4.0**-bits)
-    for exponent in (1, 4, 16):
+    for exponent in (1, 4):
         v = v * v.abs().pow(exponent)
         error, of_bfloat16 = compressed(v, bits) - v, 1 + 1e-3
         for part in (slice(64), slice(64, 128), slice(128, 150)):
