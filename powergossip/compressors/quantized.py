@@ -122,7 +122,8 @@ class BlockRounding:
     """C(v) = s ξ(v) for each block of 64 entries, with b bits an entry.
 
     ξ_j is the nearest odd integer to v_j/s, at most 2^b − 1 in magnitude. With 8 bits it is the
-    nearest integer up to 127. s is ‖v‖_∞/2^b, with 8 bits ‖v‖_∞/127.5. Then it minimizes ‖v − s ξ‖::
+    nearest integer up to 127. s is ‖v‖_∞/2^b, or ‖v‖_∞/127.5 with 8 bits. Then s minimizes
+    ‖v − s ξ‖::
 
         s = ⟨v, ξ⟩/‖ξ‖²
 
