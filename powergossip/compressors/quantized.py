@@ -157,14 +157,16 @@ class BlockRounding:
     def compress(self, v: Tensor, stream: Stream) -> tuple[Tensor, ...]:
         levels, size = self._levels, v.shape[-2] * v.shape[-1]
         blocks = _blocks(v.flatten(-2))
-        scale = blocks.abs().amax(-1, keepdim=True) / (levels.step / 2 - levels.first)
+        largest = torch.linalg.vector_norm(blocks, torch.inf, dim=-1, keepdim=True)
+        scale = largest / (levels.step / 2 - levels.first)
         for _ in range(2 if self.bits < 4 else 1):
             index = (blocks / scale).sub_(levels.first).div_(levels.step).round_()
             index.clamp_(0, levels.count - 1).nan_to_num_()  # 0/0 too: all entries are 0
-            integers = _blocks(index.flatten(-2)[..., :size] * levels.step + levels.first)
-            squares = integers.square().sum(-1, keepdim=True)
-            scale = (blocks * integers).sum(-1, keepdim=True) / squares
-        return scale.squeeze(-1), index.flatten(-2)[..., :size]
+            entries = index.flatten(-2)[..., :size]
+            integers = _blocks(entries.mul(levels.step).add_(levels.first))
+            products = (blocks * integers).sum(-1, keepdim=True)
+            scale = products / integers.square_().sum(-1, keepdim=True)
+        return scale.squeeze(-1), entries
 
     def decompress(self, fields: tuple[Tensor, ...], out: Tensor, stream: Stream) -> None:
         scale, integers = fields
@@ -175,7 +177,9 @@ class BlockRounding:
 
 def _blocks(v: Tensor) -> Tensor:
     """v by blocks [*, block, 64], of v `[*, entry]`, with zeros at the end."""
-    return torch.nn.functional.pad(v, (0, -v.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
+    if missing := -v.shape[-1] % BLOCK:
+        v = torch.nn.functional.pad(v, (0, missing))
+    return v.unflatten(-1, (-1, BLOCK))
 
 
 @dataclass(frozen=True)
