@@ -5,6 +5,7 @@ Numbers after a year are arXiv identifiers.
 Averaging (`optimizer` in train.py and a row of `AVERAGING`)::
 
     all-reduce     ExactMean     exact mean of all workers: the centralized baseline
+                   QuantizedMean the same in few bits, with error feedback
     dpsgd          PlainGossip   uncompressed gossip            Xiao & Boyd (2004)
     power-gossip   PowerGossip   low-rank power iteration       Vogels et al. (2020), 2008.01425
     choco          ChocoGossip   public copies, any compressor  Koloskova et al. (2019), 1902.00340

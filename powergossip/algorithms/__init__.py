@@ -8,6 +8,7 @@ communication itself: it yields messages and is resumed with the received ones (
     compressed.py     CHOCO-Gossip, DeepSqueeze, Moniqua
     compiled.py       their compiled loops
     push_sum.py       push-sum, for directed graphs
+    quantized_mean.py   all-reduce in few bits
     power_gossip.py   PowerGossip
     directions.py     its memory and orthonormalization
     compiled_directions.py      the same in compiled loops, on a CPU
@@ -41,6 +42,7 @@ from powergossip.algorithms.plain import (
 )
 from powergossip.algorithms.power_gossip import PowerGossip
 from powergossip.algorithms.push_sum import PushSum
+from powergossip.algorithms.quantized_mean import QuantizedMean
 from powergossip.algorithms.rates import choco_rate
 from powergossip.algorithms.registry import (
     AVERAGING,
@@ -68,6 +70,7 @@ __all__ = [
     "PlainGossip",
     "PowerGossip",
     "PushSum",
+    "QuantizedMean",
     "RandomEntries",
     "Rate",
     "choco_rate",

@@ -20,6 +20,7 @@ from powergossip.algorithms.plain import (
 )
 from powergossip.algorithms.power_gossip import PowerGossip
 from powergossip.algorithms.push_sum import PushSum
+from powergossip.algorithms.quantized_mean import QuantizedMean
 from powergossip.compressors import Codec, matrices
 from powergossip.deprecated import Options as AveragingOptions
 from powergossip.network import Network
@@ -91,6 +92,16 @@ def _codec(
     return Codec(layout, compressor, workers, seed, network.device)
 
 
+def _all_reduce(network: Network, layout: Layout, *, bits: int = 32) -> Averaging:
+    """The mean of all workers.
+
+    Args:
+        bits: Bits of an element, 2 to 8, or 32.
+    """
+    checks.check("bits", bits, bits == 32 or 2 <= bits <= 8, "2 to 8, or 32")
+    return ExactMean(network) if bits == 32 else QuantizedMean(network, layout, bits)
+
+
 def _dpsgd(network: Network, layout: Layout, *, diffusion_rate: Rate | str = 1.0) -> Averaging:
     """Plain gossip.
 
@@ -103,7 +114,7 @@ def _dpsgd(network: Network, layout: Layout, *, diffusion_rate: Rate | str = 1.0
 # Registry names: `optimizer` in train.py, `algorithm` in gossip_run.py. A row is called with the
 # network and the layout. Its other parameters are the algorithm's options.
 AVERAGING: dict[str, _options.Builder] = {
-    "all-reduce": lambda network, layout: ExactMean(network),
+    "all-reduce": _all_reduce,
     "dpsgd": _dpsgd,
     "power-gossip": PowerGossip,
     "choco": _choco,

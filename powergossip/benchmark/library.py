@@ -95,6 +95,7 @@ ENTRIES: dict[str, Settings] = {
     "d-psgd": _method("dpsgd"),
     # Data-parallel training: one optimizer, where all-reduce averages the steps of several.
     "mean-gradient": _gradients("ef-sgd", optimizer_compressor="identity"),
+    "all-reduce-4-bits": _method("all-reduce", late=False, optimizer_bits=4),
     "d-psgd-exponential": _method("dpsgd", topology="one-peer-exponential", late=False),
     "d-psgd-asynchronous": {
         LATE: _rates({"optimizer": "dpsgd", "gossip": "asynchronous"}, _OF_SGD)
@@ -128,6 +129,7 @@ ENTRIES: dict[str, Settings] = {
     "motef": _sgd_on_text(_learning("motef", "choco", late=False)),
     "relay-sgd": _learning("relay-sgd", topology="binary-tree"),
     "diloco": _learning("diloco", "all-reduce", late=False, **_ROUNDS),
+    "diloco-4-bits": _learning("diloco", "all-reduce", late=False, optimizer_bits=4, **_ROUNDS),
     "gasloc": _learning("gasloc", late=False, **_ROUNDS),
     "noloco": _learning("noloco", late=False, topology="random-matching", **_ROUNDS),
     "powersgd": _gradients("powersgd"),

@@ -40,7 +40,7 @@ Modules::
     compressor.py   the interface
     sparse.py       TopK, RandomK, RandomBlock
     chunked.py      ChunkTopK, of sparse-loco and demo alone
-    quantized.py    SignAndNorm, Rounding, QSGD, Identity
+    quantized.py    SignAndNorm, Rounding, QSGD, Identity; BlockRounding, of all-reduce alone
     low_rank.py     SVD
     codec.py        a worker's message
     packing.py      levels as bits
@@ -68,14 +68,23 @@ from powergossip.compressors.compressor import (
 )
 from powergossip.compressors.low_rank import SVD
 from powergossip.compressors.packing import pack, packed_size, unpack
-from powergossip.compressors.quantized import QSGD, Identity, Rounding, SignAndNorm
+from powergossip.compressors.quantized import (
+    BLOCK,
+    QSGD,
+    BlockRounding,
+    Identity,
+    Rounding,
+    SignAndNorm,
+)
 from powergossip.compressors.sparse import RandomBlock, RandomK, TopK
 from powergossip.deprecated import Options as CompressorOptions
 
 __all__ = [
+    "BLOCK",
     "COMPRESSORS",
     "QSGD",
     "SVD",
+    "BlockRounding",
     "BySize",
     "ChunkTopK",
     "Codec",

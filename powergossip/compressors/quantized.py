@@ -1,4 +1,4 @@
-"""Quantization: sign and norm, rounding, QSGD, and the identity."""
+"""Quantization: sign and norm, rounding, also by blocks, QSGD, and the identity."""
 
 from dataclasses import dataclass
 from math import sqrt
@@ -112,6 +112,74 @@ class Rounding:
         largest, rounded = fields
         out = out.flatten(-2)
         out.add_(rounded * (largest / self.levels))
+
+
+BLOCK = 64  # entries with one scale
+
+
+@dataclass(frozen=True)
+class BlockRounding:
+    """C(v) = s ξ(v) for each block of 64 entries, with b bits an entry.
+
+    ξ_j is the nearest odd integer to v_j/s, at most 2^b − 1 in magnitude. With 8 bits it is the
+    nearest integer up to 127. s is ‖v‖_∞/2^b, or ‖v‖_∞/127.5 with 8 bits. Then s minimizes
+    ‖v − s ξ‖::
+
+        s = ⟨v, ξ⟩/‖ξ‖²
+
+    With 2 or 3 bits, both are repeated once.
+
+    Message: s in bfloat16 for each block, then N integers of b bits. A block has its own
+    `δ = ⟨v, ξ⟩²/(‖ξ‖² ‖v‖²)`, which is above 0.
+
+    A NaN or infinity reaches every decoded entry of its block through the scale.
+
+    Args:
+        bits: Bits b of an entry, 2 to 8.
+
+    Raises:
+        ValueError: For other bits.
+    """
+
+    bits: int = 4
+
+    def __post_init__(self) -> None:
+        checks.between("bits", self.bits, 2, 8)
+
+    @property
+    def _levels(self) -> Levels:
+        return Levels(-127, 1, 255) if self.bits == 8 else Levels(1 - 2**self.bits, 2, 2**self.bits)
+
+    def fields(self, rows: int, columns: int) -> tuple[Field, ...]:
+        size = rows * columns
+        return Field(torch.bfloat16, -(-size // BLOCK)), Field(self._levels, size)
+
+    def compress(self, v: Tensor, stream: Stream) -> tuple[Tensor, ...]:
+        levels, size = self._levels, v.shape[-2] * v.shape[-1]
+        blocks = _blocks(v.flatten(-2))
+        largest = torch.linalg.vector_norm(blocks, torch.inf, dim=-1, keepdim=True)
+        scale = largest / (levels.step / 2 - levels.first)
+        for _ in range(2 if self.bits < 4 else 1):
+            index = (blocks / scale).sub_(levels.first).div_(levels.step).round_()
+            index.clamp_(0, levels.count - 1).nan_to_num_()  # 0/0 too: all entries are 0
+            entries = index.flatten(-2)[..., :size]
+            integers = _blocks(entries.mul(levels.step).add_(levels.first))
+            products = (blocks * integers).sum(-1, keepdim=True)
+            scale = products / integers.square_().sum(-1, keepdim=True)
+        return scale.squeeze(-1), entries
+
+    def decompress(self, fields: tuple[Tensor, ...], out: Tensor, stream: Stream) -> None:
+        scale, integers = fields
+        out = out.flatten(-2)
+        values = _blocks(integers) * scale.float()[..., None]
+        out.add_(values.flatten(-2)[..., : out.shape[-1]])
+
+
+def _blocks(v: Tensor) -> Tensor:
+    """v by blocks [*, block, 64], of v `[*, entry]`, with zeros at the end."""
+    if missing := -v.shape[-1] % BLOCK:
+        v = torch.nn.functional.pad(v, (0, missing))
+    return v.unflatten(-1, (-1, BLOCK))
 
 
 @dataclass(frozen=True)

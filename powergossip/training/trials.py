@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from powergossip import algorithms, compressors, options
-from powergossip.algorithms import Averaging, aggregation, learning
+from powergossip.algorithms import Averaging, QuantizedMean, aggregation, learning
 from powergossip.algorithms.aggregation import Aggregation
 from powergossip.algorithms.error_feedback import ErrorFeedback
 from powergossip.compressors import COMPRESSORS, Codec
@@ -228,7 +228,7 @@ def _try(
             f"{name} goes on differently from a checkpoint; its state_dict or load_state_dict "
             "misses something that the next step depends on"
         )
-    decodes_once = isinstance(trial.parts[0], ErrorFeedback)  # in a process
+    decodes_once = isinstance(trial.parts[0], ErrorFeedback | QuantizedMean)  # in a process
     if not decodes_once and _leaks(topology, begin, max(STEPS + MORE, period, *sent[-1:])):
         raise ValueError(
             f"{name}: a worker learns of another one without a message; the rows of a tensor "

@@ -192,6 +192,7 @@ def test_copies_are_runs_of_their_own(name: str, options: dict[str, Any]) -> Non
             for name in sorted(set(AVERAGING) - {"all-reduce", "push-sum"})
             for rate in (0.0, float("nan"))
         ),
+        *(("all-reduce", {"bits": bits}, "2 to 8, or 32") for bits in (1, 9, 33)),
         *(("sparta", {"keep_ratio": ratio}, "keep_ratio") for ratio in (0.0, 1.1)),
         *(("moniqua", {"theta": theta}, "theta=") for theta in (0.0, float("nan"))),
         ("sgd", {}, r'algorithm.*"sgd"'),

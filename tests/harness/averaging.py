@@ -58,6 +58,7 @@ COMPRESSED: list[Case] = [
 
 EVERY: list[Case] = [
     ("all-reduce", {}),
+    ("all-reduce", dict(bits=3)),
     ("dpsgd", {}),
     ("push-sum", {}),
     ("push-sum", dict(running_sums=True)),

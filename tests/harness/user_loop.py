@@ -24,6 +24,7 @@ ALONE = Processes()
 
 METHODS: dict[str, dict[str, Any]] = {  # arguments of GossipOptimizer
     "all-reduce": {"method": "all-reduce"},
+    "all-reduce, 2 bits": {"method": "all-reduce", "bits": 2},
     "dpsgd": {"method": "dpsgd", "diffusion_rate": 0.7},
     "power-gossip": {"method": "power-gossip"},
     "power-gossip, rank 2": {

@@ -28,6 +28,7 @@ from tests.harness.replicas import (
     ADAM,
     CASES,
     CORRECTED,
+    DILOCO,
     OF_SGD,
     SGD,
     Pair,
@@ -399,6 +400,7 @@ def check_blocks(pair: Pair, blocks: list[nn.Parameter]) -> None:
         ("choco", {"compressor": "top-k", "keep_ratio": 0.3}),
         ("choco", {"compressor": "svd"}),
         ("sparta", {"keep_ratio": 0.3}),
+        ("all-reduce", {"bits": 4, **DILOCO}),
     ],
 )
 def test_per_shard_a_block_is_a_parameter(method: str, given: dict[str, Any]) -> None:

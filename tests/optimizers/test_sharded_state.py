@@ -268,6 +268,11 @@ def test_bad_input() -> None:
         ("message_dtype='parameter': use float32", sharded, {"message_dtype": "parameter"}),
         ("sparta of sharded parameters: use per_shard", sharded, {"method": "sparta"}),
         (
+            "all-reduce with bits=4 of sharded parameters: use per_shard",
+            sharded,
+            {"method": "all-reduce", "bits": 4},
+        ),
+        (
             "running_sums=True of sharded parameters",
             sharded,
             {"method": "push-sum", "running_sums": True},

@@ -62,6 +62,21 @@ def test_bytes_and_messages_are_those_that_the_network_counts(name: str, graph: 
         assert network.messages[worker] == steps * traffic.messages(8, sent[worker])
 
 
+def test_an_all_reduce_in_few_bits_is_a_small_all_reduce() -> None:
+    """After its first step. Blocks of 64 elements are divided evenly."""
+    method, layout = PredictedMethod("all-reduce", {"bits": 4}), Layout([(48, 32)])
+    network = Network(topologies.make("ring", 8))
+    step = method.build(network, layout)
+    network.run(step(torch.zeros(8, layout.size)))
+    first = network.bits[0], network.messages[0]
+    network.run(step(torch.ones(8, layout.size)))
+    traffic = prediction.count(method, layout)
+    (phase,) = traffic.phases
+    assert phase == Phase(reduced=layout.size * (4 + 16 / 64) / 8, all_reduces=1)
+    assert network.bits[0] - first[0] == traffic.bits(8, 2)
+    assert network.messages[0] - first[1] == traffic.messages(8, 2)
+
+
 def test_a_graph_that_a_method_cannot_use_is_known() -> None:
     works = {
         (name, graph): not METHODS[name].rejects(topologies.make(graph, 8))

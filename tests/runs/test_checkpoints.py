@@ -94,6 +94,7 @@ OTHER_CASES: list[dict[str, Any]] = [
         for compressor in COMPRESSORS
         if compressor not in covered
     ),
+    {"optimizer": "all-reduce", "optimizer_bits": 2, "learning": "diloco", "local_steps": 3},
     {"optimizer": "powersgd", "optimizer_num_iterations": 3, "gradient_clipping": 1.0},
     {"optimizer": "powersgd", "optimizer_rank": 2, "optimizer_num_batches_per_step": 3},
     {"optimizer_rank": 2, "optimizer_num_iterations": 1},

@@ -46,6 +46,7 @@ METHODS: list[dict[str, Any]] = [
     {**PLAIN, "local_optimizer": "adamw", "learning_rate": 0.003},
     {**PLAIN, "local_optimizer": "muon", "learning_rate": 0.003},
     {"optimizer": "sparse-loco", "local_steps": 5, "momentum": 0.0},
+    {"optimizer": "all-reduce", "optimizer_bits": 2, "learning": "diloco", "local_steps": 2},
     {**PLAIN, "local_optimizer": "adamw", "learning": "quasi-global-momentum"},
     *(
         {

@@ -84,3 +84,10 @@ def test_eight_workers_in_four_and_eight_processes_are_those_of_one(optimizer: s
 @pytest.mark.parametrize("learning", LEARNING)
 def test_eight_workers_of_a_learning_rule_in_four_processes_are_those_of_one(learning: str) -> None:
     check(learning=learning, **LEARNING[learning])
+
+
+@pytest.mark.parallel([2, 8])
+@pytest.mark.parametrize("bits", [2, 8])
+def test_eight_workers_with_messages_of_few_bits_are_those_of_one(bits: int) -> None:
+    more = {"learning": "diloco", "local_steps": 3, "local_optimizer": "muon"}
+    check(optimizer="all-reduce", optimizer_bits=bits, **more)

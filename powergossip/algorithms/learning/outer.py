@@ -49,6 +49,7 @@ from powergossip.algorithms.learning.gossip_rule import (
     Workers,
 )
 from powergossip.algorithms.plain import ExactMean
+from powergossip.algorithms.quantized_mean import QuantizedMean
 from powergossip.network import Conversation, Network, together
 from powergossip.network.message_types import mapped
 from powergossip.parameters import Layout
@@ -229,6 +230,7 @@ class OuterRule(GossipRule):
         "averaged": Variable.IN_STEP,
     }
     messages: ClassVar[int] = 1  # of D elements a round, without the correction's
+    common: ClassVar[bool] = True  # whether all φ are the same over all-reduce
 
     def __init__(
         self,
@@ -292,6 +294,7 @@ class OuterRule(GossipRule):
         if not self._begun:
             self._slow.copy_(self._x)
             self._previous.copy_(self._first_memory())
+            self._refer(self._fragments)
             self._begun = True
 
     def correct(self, g: Tensor) -> None:
@@ -333,6 +336,7 @@ class OuterRule(GossipRule):
             own.slow.copy_(own.x)
             self._due().put(own, *self._flat())
             self._averaged = []
+            self._refer([self._due()])
 
     def restart(self) -> None:
         self._c.zero_()
@@ -347,6 +351,12 @@ class OuterRule(GossipRule):
     def _due(self) -> Fragment:
         """The fragment with the end of a round between this step and the next."""
         return self._fragments[self._steps // self._interval % len(self._fragments)]
+
+    def _refer(self, fragments: Sequence[Fragment]) -> None:
+        """Let messages of few bits be differences from φ, which all workers have."""
+        for fragment in fragments:
+            if self.common and isinstance(fragment.averaging, QuantizedMean):
+                fragment.begin_at(self._slow[0])
 
     def _flat(self) -> Variables:
         """The variables of all fragments."""
@@ -525,6 +535,7 @@ class GASLoC(OuterRule):
     """
 
     state: ClassVar[dict[str, Variable]] = {**OuterRule.state, "momentum": Variable.IN_STEP}
+    common = False
     _momentum = torch.zeros(0)  # β (y − y') while y is averaged
 
     @classmethod
