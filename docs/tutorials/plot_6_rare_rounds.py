@@ -42,6 +42,7 @@ SETTINGS = (
     "--config gpt/160k n_workers=4 num_epochs=4 max_steps_per_epoch=50 learning_rate=0.001"
     " task_options.sequence_length=64 task_options.hidden_size=32 task_options.num_layers=2"
     " task_options.num_heads=2 task_options.evaluation_tokens=16384 evaluate_workers=false"
+    " final_merge=true"
 )
 PROMPT = "task_options.sample='def '"
 folder = Path(tempfile.mkdtemp())
