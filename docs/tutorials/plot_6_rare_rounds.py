@@ -62,8 +62,9 @@ for name, method in METHODS.items():
 # --------------------
 #
 # By steps, the three are close. By megabytes, they are far apart: a round in ten steps saves a
-# factor of ten, and messages of low rank more than four. Bits per byte are the length of the test
-# text if the mean model compresses it.
+# factor of ten, and messages of low rank more than three. Bits per byte are the length of the test
+# text if the mean model compresses it. With `final_merge=true`, the last point has the bits of the
+# all-reduce that gives all workers this model.
 
 figure, (left, right) = plt.subplots(1, 2, figsize=(9, 4), sharey=True)
 for (name, rows), color, marker in zip(measured.items(), COLORS, "os^", strict=True):
