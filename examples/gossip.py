@@ -35,8 +35,8 @@ for _ in range(EPOCHS):
         optimizer.step()
     scheduler.step()
 
-with optimizer.mean_model():
-    accuracy = (model(images[test]).argmax(1) == labels[test]).float().mean().item()
+optimizer.merge()  # all workers have the mean model
+accuracy = (model(images[test]).argmax(1) == labels[test]).float().mean().item()
 if rank == 0:
     print(f"accuracy of the mean model: {accuracy:.1%}")
     print(f"sent by each worker: {optimizer.bits / 8000:.1f} kB")

@@ -1,6 +1,6 @@
 """A small GPT on the sources of Python's standard library, trained in rounds of local steps.
 
-Three lines make the loop decentralized: the import, the optimizer around AdamW, and the mean model.
+Three lines make the loop decentralized: the import, the optimizer around AdamW, and the merge.
 Every 30 steps, neighbors on a ring exchange low-rank parts of the difference of their models, and
 an outer optimizer moves them (DiLoCo, docs/language-models.md).
 
@@ -74,7 +74,8 @@ for step in range(STEPS):
     if who.rank == 0 and (step + 1) % 60 == 0:
         print(f"step {step + 1}: {value.item() / math.log(2):.2f} bits per byte", flush=True)
 
-with optimizer.mean_model(), torch.no_grad():
+optimizer.merge()  # all workers have the mean model
+with torch.no_grad():
     starts = torch.arange(0, len(test) - POSITIONS, (len(test) - POSITIONS) // 200)
     words, following = sequences(test, starts)
     scores, _ = model(words, {})

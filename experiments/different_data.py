@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from experiments.study import (
+    MERGE,
     RELAY,
     SEEDS,
     VALIDATION_RATIO,
@@ -23,6 +24,7 @@ from experiments.study import (
     Outcomes,
     draw_by_size,
     lines,
+    merged,
     quality,
     size,
     table,
@@ -97,7 +99,7 @@ def experiment(
             f"best and the next smaller one after {values['num_epochs']} epochs, on "
             f"{VALIDATION_RATIO:.0%} of the training data, held out, with a seed of their own. In "
             "a run, the learning rate falls to 0 as a cosine. MB sent are the mean of the workers "
-            "in a run."
+            f"in a run. {MERGE}"
         )
         found = lines(
             outcomes,
@@ -106,6 +108,7 @@ def experiment(
                 **quality(measure),
                 "consensus distance": _distance,
                 **size(outcomes[PLAIN]),
+                **merged(outcomes[PLAIN]),
             },
             {"learning rate": lambda o: f"{o.values['learning_rate']:g}"},
             lambda o: o.divergence(measure),

@@ -16,6 +16,7 @@ from typing import Any
 
 from experiments.presets import preset
 from experiments.study import (
+    MERGE,
     SEEDS,
     TUNING,
     VALIDATION_RATIO,
@@ -27,6 +28,7 @@ from experiments.study import (
     Outcomes,
     crossed,
     lines,
+    merged,
     quality,
     score,
     size,
@@ -169,7 +171,7 @@ def _report(outcomes: Outcomes, folder: Path) -> str:
         f"deviation of {len(SEEDS)} seeds. The learning rate at the end of the warm-up "
         f"is the best of {listed([10 * rate for rate in RATES])} after "
         f"{FIRST_EPOCHS * STEPS_PER_EPOCH} steps, on {VALIDATION_RATIO:.0%} of the documents, held "
-        "out, with a seed of its own.",
+        f"out, with a seed of its own. {MERGE}",
         "![bits per byte against megabytes](figure.svg)",
     ]
     plain = {data: outcomes[data, ALL_REDUCE, FINAL] for data in DATA}
@@ -187,7 +189,11 @@ def _report(outcomes: Outcomes, folder: Path) -> str:
         file = folder / f"{variant.replace(' ', '-')}.csv"
         parts += [f"{sentence_case(variant)}:", _table(file, of_variant, plain[SAME])]
     figures.curves(
-        curves, folder / "figure.svg", "sent by a worker (MB)", "bits per byte", log_x=True
+        curves,
+        folder / "figure.svg",
+        "sent by a worker before a merge (MB)",
+        "bits per byte",
+        log_x=True,
     )
     screened = {(m, data): o for (data, m, of), o in outcomes.items() if of == FIRST}
     parts += [
@@ -199,8 +205,13 @@ def _report(outcomes: Outcomes, folder: Path) -> str:
 
 
 def _table(file: Path, outcomes: Outcomes, plain: Outcome) -> str:
-    columns = {**quality(MEASURE, 3), **more_than(plain), **size(plain, "all-reduce")}
+    columns = {**quality(MEASURE, 3), **more_than(plain), **traffic(plain)}
     return table(file, lines(outcomes, ["method"], columns, {"learning rate": _rate}, diverged))
+
+
+def traffic(plain: Outcome) -> Columns:
+    """Columns of the megabytes, without and with a merge."""
+    return {**size(plain, "all-reduce"), **merged(plain, "all-reduce")}
 
 
 def _rate(outcome: Outcome) -> str:

@@ -23,8 +23,10 @@ from experiments.language import (
     diverged,
     gpt,
     more_than,
+    traffic,
 )
 from experiments.study import (
+    MERGE,
     SEEDS,
     Axes,
     Cases,
@@ -32,7 +34,6 @@ from experiments.study import (
     grid,
     lines,
     quality,
-    size,
     study,
     table,
 )
@@ -74,13 +75,13 @@ def experiment() -> Experiment:
     cases |= grid(values | {"seed": SEEDS[0]}, {"of": LARGER, "method": CHOSEN})
 
     def report(outcomes: Outcomes, folder: Path) -> str:
-        parts = [f"{values['n_workers']} workers, rounds of {ROUND} steps."]
+        parts = [f"{values['n_workers']} workers, rounds of {ROUND} steps. {MERGE}"]
         for number, variant in enumerate(LARGER, 1):
             found = {(case[1],): o for case, o in outcomes.items() if case[0] == variant}
             columns = {
                 **quality(MEASURE, 3),
                 **more_than(found[ALL_REDUCE,]),
-                **size(found[ALL_REDUCE,], "all-reduce"),
+                **traffic(found[ALL_REDUCE,]),
             }
             file = folder / f"larger-{number}.csv"
             parts += [
@@ -90,7 +91,11 @@ def experiment() -> Experiment:
         corrections = lines(
             {case: o for case, o in outcomes.items() if case[0] in DATA},
             ["data", "method", "correction"],
-            {**quality(MEASURE, 3), "MB sent per worker": lambda o: f"{o.bits / 8e6:.1f}"},
+            {
+                **quality(MEASURE, 3),
+                "MB sent per worker": lambda o: f"{o.bits / 8e6:.1f}",
+                "MB with a merge": lambda o: f"{(o.bits + o.merge) / 8e6:.1f}",
+            },
             diverged=diverged,
         )
         parts += [

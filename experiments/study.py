@@ -19,6 +19,7 @@ from powergossip.formatting import spread
 from powergossip.runner.runner import Experiment, Results, Run, Values
 from powergossip.runs import figures
 from powergossip.runs.metrics import last_values, select_rows
+from powergossip.runs.tables import merge_bits
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -39,6 +40,9 @@ TUNING: Values = {
     "evaluate_test_data": False,
 }
 RELAY = "relay-sgd"
+MERGE = (
+    "MB with a merge are those of the mean model: where models differ, they include one all-reduce."
+)
 
 
 @dataclass(frozen=True)
@@ -93,6 +97,11 @@ class Outcome:
         """The number of runs that diverged in words, or ""."""
         n = self.diverged(measure)
         return f"{n} of {len(self.runs)} diverged" if n else ""
+
+    @property
+    def merge(self) -> float:
+        """Bits that a worker would send in a merge to the mean model, 0 if all models agree."""
+        return sum(map(merge_bits, self.rows)) / len(self.rows)
 
     @property
     def bits(self) -> float:
@@ -389,6 +398,18 @@ def size(plain: Outcome, name: str = "D-PSGD", places: int = 1) -> Columns:
     }
 
 
+def merged(plain: Outcome, name: str = "D-PSGD") -> Columns:
+    """The same of the mean model, with a merge of models that differ, see MERGE."""
+
+    def bits(outcome: Outcome) -> float:
+        return outcome.bits + outcome.merge
+
+    return {
+        "MB with a merge": lambda o: f"{bits(o) / 8e6:.1f}",
+        f"less than {name} with merges": lambda o: f"{bits(plain) / bits(o):.1f}×",
+    }
+
+
 def draw_by_size(outcomes: Outcomes, measure: str, path: Path) -> None:
     """Draw the measure by megabytes sent: a point for each case, with the range of its seeds."""
     factor, unit, _ = _units(measure)
@@ -401,7 +422,9 @@ def draw_by_size(outcomes: Outcomes, measure: str, path: Path) -> None:
         if not outcome.diverged(measure)
     }
     y = f"test {measure}, mean model" + (f",{unit}" if unit else "")
-    figures.scatter(points, path, "megabytes sent by a worker", y, log_y=measure == "perplexity")
+    merge = max(outcome.merge for outcome in outcomes.values()) / 8e6
+    x = f"megabytes sent by a worker, before a merge of {merge:.2f} MB"
+    figures.scatter(points, path, x, y, log_y=measure == "perplexity")
 
 
 def _units(measure: str) -> tuple[float, str, Callable[[Sequence[float]], float]]:

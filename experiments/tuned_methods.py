@@ -17,12 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from experiments.study import (
+    MERGE,
     VALIDATION_RATIO,
     Columns,
     Outcome,
     Outcomes,
     draw_by_size,
     lines,
+    merged,
     quality,
     size,
     table,
@@ -150,6 +152,7 @@ def compared(outcomes: Outcomes, folder: Path, measure: str, note: str) -> str:
     columns: Columns = {
         **quality(measure),
         **size(outcomes["D-PSGD",]),
+        **merged(outcomes["D-PSGD",]),
         **({"seconds": lambda o: f"{o.largest('seconds'):.0f}"} if timed else {}),
         "learning rate": lambda o: _learning_rate(o.values),
         "γ": _diffusion_rate,
@@ -164,7 +167,7 @@ def compared(outcomes: Outcomes, folder: Path, measure: str, note: str) -> str:
     seeds = counted(max(numbers), "seed") if len(numbers) == 1 else "the seeds"
     above = (
         f"Mean ± standard deviation of {seeds}; "
-        f"{note} MB sent are those of one worker in a run."
+        f"{note} MB sent are those of one worker in a run. {MERGE}"
         + (" The time is that of a run with evaluation." if timed else "")
     )
     picture = f"![{measure} against megabytes](figure.svg)"

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from powergossip.benchmark.tasks import BenchmarkTask
+from powergossip.benchmark.tasks import RATES, BenchmarkTask
 
 LEVEL = 0.95  # of the interval of a difference
 
@@ -39,6 +39,16 @@ class Line:
         return [float(run["evaluations"][-1][key]) for run in self.runs]
 
     @property
+    def merge(self) -> float:
+        """Megabytes of a worker in a merge to the mean model, 0 if all models agree."""
+        return float(self.found.get("merge") or 0)
+
+    @property
+    def megabytes(self) -> list[float]:
+        """Megabytes of each run for the mean model, with a merge."""
+        return [of_run + self.merge for of_run in self.last("MB")]
+
+    @property
     def megabytes_of_step(self) -> float:
         """Megabytes that a worker sends in a step, on average."""
         return sum(self.last("MB")) / max(1, sum(self.last("step")))
@@ -55,11 +65,11 @@ class Line:
         """The value of each run where the mean model reaches the target, ∞ if it does not.
 
         Linear between evaluations, but for consensus, where there are many: the first one. The
-        value is an upper bound where it is the first evaluation's, see `is_bound`. [] if a run
-        diverged.
+        value is an upper bound where it is the first evaluation's, see `is_bound`. Megabytes
+        include a merge. [] if a run diverged.
         """
-        kept = [] if self.diverged else self.runs
-        return [self._reached(run["evaluations"], key) for run in kept]
+        kept, more = [] if self.diverged else self.runs, self.merge if key == "MB" else 0
+        return [self._reached(run["evaluations"], key) + more for run in kept]
 
     @property
     def is_bound(self) -> bool:
@@ -82,11 +92,13 @@ class Line:
         return math.inf
 
     def seconds_to_target(self, rate: str) -> list[float]:
-        """Seconds of each run to the target at a rate of the links: predicted, or virtual."""
+        """Seconds of each run to the target at a rate of the links: predicted, with a merge, or
+        virtual."""
         if self.task.is_virtual:
             return self.to_target("seconds")
         step_seconds = self.found["step_seconds"].get(rate, math.nan)
-        return [steps * step_seconds for steps in self.to_target("step")]
+        merge = 8e6 * self.merge / RATES[rate]
+        return [steps * step_seconds + merge for steps in self.to_target("step")]
 
 
 def same_data(task: BenchmarkTask, first: str, second: str) -> bool:

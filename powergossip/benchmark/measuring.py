@@ -1,6 +1,6 @@
 """The cost of a step: bits, state, CPU time, and seconds that are predicted for a network."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from powergossip.benchmark.tasks import (
     BenchmarkTask,
     Values,
 )
+from powergossip.network.collectives import all_reduce_cost
 from powergossip.parameters import Layout, Parameters
 from powergossip.prediction import PredictedMethod, Traffic
 from powergossip.topologies import Topology
@@ -65,6 +66,17 @@ def cost(
         )
         found["step_seconds"][name] = step.seconds
     return found
+
+
+def merge(task: BenchmarkTask, values: Values, runs: Sequence[Mapping[str, Any]]) -> float:
+    """Megabytes of a worker in an all-reduce that gives all workers the mean model.
+
+    0 if all models agree at the end of the runs.
+    """
+    last = [run["evaluations"][-1] for run in runs if run["evaluations"]]
+    if task.is_consensus or all(at["worst"] == at["mean"] for at in last):
+        return 0.0
+    return all_reduce_cost(values["n_workers"], 32 * layout_of(task, values).size)[0] / 8e6
 
 
 def layout_of(task: BenchmarkTask, values: Values) -> Layout:

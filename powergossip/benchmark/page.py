@@ -91,6 +91,7 @@ def table(found: Sequence[Line]) -> Table:
         "worst worker": lambda line: _seed_spread(line, "worst"),
         "better · noise · worse": lambda line: _record(line, found),
         "MB sent": lambda line: _number(line.last("MB")),
+        "MB with a merge": lambda line: _number(line.megabytes),
         f"MB to {target}": lambda line: _bounded(line, line.to_target("MB")),
     }
     if task.is_virtual:
@@ -106,8 +107,8 @@ def table(found: Sequence[Line]) -> Table:
 
 def pairs(own: Line, found: Sequence[Line]) -> Table:
     """An entry beside each of the others: mean difference over seeds, interval, verdict, and its
-    megabytes as a multiple of theirs."""
-    rows = [[f"{own.name} beside", "difference", "verdict", "× MB sent"]]
+    megabytes with a merge as a multiple of theirs."""
+    rows = [[f"{own.name} beside", "difference", "verdict", "× MB with a merge"]]
     for line in found:
         if line is own:
             continue
@@ -120,7 +121,7 @@ def pairs(own: Line, found: Sequence[Line]) -> Table:
             if math.isnan(of.difference)
             else f"{factor * of.difference:+.{places}f} ± {factor * of.margin:.{places}f}"
         )
-        rows.append([line.name, difference, of.verdict, _multiple(own.last("MB"), line.last("MB"))])
+        rows.append([line.name, difference, of.verdict, _multiple(own.megabytes, line.megabytes)])
     return rows
 
 
@@ -132,13 +133,13 @@ def _multiple(of: Sequence[float], than: Sequence[float]) -> str:
 
 
 def draw(found: Sequence[Line], path: Path) -> bool:
-    """Draw the quality by megabytes sent, and the front: the entries that none beats in both.
+    """Draw quality by megabytes with a merge, and the front: the entries that none beats in both.
 
     Returns whether there is something to draw.
     """
     kept = [line for line in found if not line.diverged]
     factor = found[0].task.measure.factor
-    cost = {line.name: sum(line.last("MB")) / len(line.runs) for line in kept}
+    cost = {line.name: sum(line.megabytes) / len(line.runs) for line in kept}
     points = {
         line.name: (cost[line.name], [factor * value for value in line.last("mean")])
         for line in kept
@@ -148,7 +149,8 @@ def draw(found: Sequence[Line], path: Path) -> bool:
         return False
     best = [line.name for line in front(kept, cost) if line.name in points]
     measure = found[0].task.measure.title
-    across, names = "megabytes sent by the busiest worker", list(library.ENTRIES)
+    across = "megabytes sent by the busiest worker, with a merge"
+    names = list(library.ENTRIES)
     figures.scatter(points, path, across, measure, front=best, names=names)
     return True
 

@@ -95,7 +95,7 @@ def _check_results(name: str, result: Mapping[str, Any]) -> None:
     _ = result["version"] + 0, result["data"] + ""
     _ = result["setting"].items(), result["made"].items()
     _ = [(tried["setting"].items(), _optional(tried["score"])) for tried in result["tried"]]
-    _ = [_optional(result.get(key)) for key in ("state", "cpu")]
+    _ = [_optional(result.get(key)) for key in ("state", "cpu", "merge")]
     _ = [seconds + 0 for seconds in result["step_seconds"].values()]
     keys = ["step", "mean", "worst", "MB"]
     keys += ["seconds"] if name in TASKS and TASKS[name].is_virtual else []

@@ -138,7 +138,7 @@ def _images(name: str, title: str, targets: tuple[float, float], **more: Any) ->
         name,
         title,
         FASHION_MNIST,
-        1,
+        2,
         ACCURACY,
         dict(zip(TIERS, targets, strict=True)),
         {**_IMAGES, "batch_size": batch, **more},
@@ -163,7 +163,7 @@ def _text(name: str, title: str, **more: Any) -> BenchmarkTask:
         name,
         title,
         TEXT,
-        1,
+        2,
         BITS_PER_BYTE,
         {QUICK: 3.7, FULL: 3.2},
         {

@@ -21,7 +21,7 @@ PATIENCE = 1.0  # seconds, at exit: a caught exception may have left messages be
 _END = "the end of the program"
 _PLACES = (
     *(_END, "mean_model()", "add_param_group()", "average_parameters() of new parameters"),
-    "the first step with a loaded state",
+    *("the first step with a loaded state", "merge()"),
 )
 _at_exit: weakref.WeakSet[Processes] = weakref.WeakSet()
 

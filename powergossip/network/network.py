@@ -262,6 +262,11 @@ class Network:
 
         return wait
 
+    def average(self, tensor: Tensor) -> None:
+        """tensor [worker, ...] ← its mean over all workers. Counted, unlike `mean`."""
+        (means,) = self.receive(self.post([Mean(tensor)]))
+        tensor.copy_(means)
+
     @property
     def present(self) -> Sequence[int]:
         """The workers whose values `gather` returns."""

@@ -91,9 +91,9 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
     Construction moves the parameters into one buffer, where each has its own storage, and gives
     them process 0's values in all processes. Create it after the model is on its device. Values may
     be assigned to p.data later; they are copied to the buffer. Construction, `step`,
-    `add_param_group` and `mean_model` are collective: all processes call them in the same order,
-    with the same parameters. Buffers of the model (running statistics) are not parameters and stay
-    each worker's own. Construction warns of buffers that differ.
+    `add_param_group`, `mean_model` and `merge` are collective: all processes call them in the same
+    order, with the same parameters. Buffers of the model (running statistics) are not parameters
+    and stay each worker's own. Construction warns of buffers that differ.
 
     Parameters must be dense tensors on one device, in float32, bfloat16 or float16, or all in
     float64. Those in float64 are averaged and sent in float64, with 64 bits per element. Those in
@@ -454,6 +454,15 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
         self._check_between_steps("mean_model()")
         with self._averaged.mean(self._steps):
             yield
+
+    def merge(self) -> None:
+        """Give all workers the mean of their parameters, for the end of training.
+
+        Collective. Counted: an all-reduce of D elements of 32 bits, or 64 in float64. The states of
+        the local optimizer and of the learning rule stay each worker's own.
+        """
+        self._check_between_steps("merge()")
+        self._averaged.merge(self._steps)
 
     # State.
 

@@ -466,15 +466,7 @@ class Averaged(Traffic):
 
         Each worker's own parameters are restored at the end. Raises RuntimeError inside another.
         """
-        if self.in_mean:
-            raise RuntimeError(
-                "mean_model() inside mean_model(): the parameters are the mean already"
-            )
-        self.receive()
-        network.checked_barrier(self.processes, "mean_model()", step)
-        for part in self.active:
-            part.reclaim(self.owner)
-            part.load()
+        self._prepare_mean("mean_model()", step)
         own = [part.x.clone() for part in self.active]
         for part in self.active:
             part.x[0].copy_(self.network.mean(part.x))
@@ -492,6 +484,26 @@ class Averaged(Traffic):
                 part.reclaim(self.owner)
                 part.x.copy_(x)
                 part.store()
+
+    def merge(self, step: int) -> None:
+        """The parameters ← their mean over all workers. Collective. Counted."""
+        self._prepare_mean("merge()", step)
+        for part in self.active:
+            self.network.average(part.x)
+            part.store()
+        if self.sharding is not None:
+            reshard_modules()
+
+    def _prepare_mean(self, place: str, step: int) -> None:
+        """Receive what is in flight, and load x from the parameters. Collective. Raises
+        RuntimeError inside `mean`."""
+        if self.in_mean:
+            raise RuntimeError(f"{place} inside mean_model(): the parameters are the mean already")
+        self.receive()
+        network.checked_barrier(self.processes, place, step)
+        for part in self.active:
+            part.reclaim(self.owner)
+            part.load()
 
     # --- State ---
 

@@ -11,6 +11,7 @@ one JSON object per line. The tables and figures use these rows::
     accuracy                 | split=test, worker=i | of worker i's model
     consensus_distance       | type=params_only     | distance of the workers from their mean
     uncompressed_gossip_bits |                      | bits of plain gossip for the same steps
+    merge_bits               |                      | bits of an all-reduce of models that differ
     phase_seconds            | phase=...            | time in that phase since the start
     error                    | algorithm=..., and   | mean squared distance of the workers from the
                              | diffusion_rate=...,  | mean of the starting matrices (epoch: the

@@ -54,6 +54,9 @@ def summary(rows: "DataFrame", time_is_virtual: bool = False) -> str:
     if len(plain) and plain["bits"].iloc[-1] > 0:
         ratio = plain["value"].iloc[-1] / plain["bits"].iloc[-1]
         lines.append(("", f"{ratio:.1f} times fewer bits than uncompressed gossip"))
+    merge = merge_bits(rows)
+    if merge > 0:
+        lines.append(("", f"{prefixed(merge / 8, 'B')} more for a merge to the mean model"))
     if rows["messages"].max() >= 0:
         lines.append(("", f"{rows['messages'].max():,.0f} messages"))
 
@@ -80,6 +83,12 @@ def summary(rows: "DataFrame", time_is_virtual: bool = False) -> str:
     title = [f"After {last:g} epoch{'' if last == 1 else 's'}"] if last >= 0 else []
     width = max(len(label) for label, _ in lines)
     return "\n".join([*title, *(f"  {label:<{width}}   {value}" for label, value in lines)])
+
+
+def merge_bits(rows: "DataFrame") -> float:
+    """Return the bits of a worker in a merge after the last epoch, 0 if the models agree."""
+    found = last_rows(rows, "merge_bits")["value"]
+    return float(found.iloc[-1]) if len(found) else 0.0
 
 
 def _further_metrics(rows: "DataFrame") -> list[tuple[str, str]]:

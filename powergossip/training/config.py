@@ -42,6 +42,8 @@ class RunKeys:
     mean_model_statistics: str = "averaged"  # batch norm statistics of the mean model: averaged, or
     #   recalibrated on data
     recalibration_batches: int = 10  # batches of each worker that recalibrate them
+    final_merge: bool = False  # after the last step give all workers the mean of their models, by
+    #   an all-reduce that is counted, and recalibrate batch norm's statistics
 
     # Data and model
     task: str = "Digits"  # a name, or your own function: package.module:callable

@@ -295,6 +295,7 @@ def _check_events(c: Settings, processes: Processes) -> None:
         given = "a scenario" if c.scenario is not None else given
         on = c.batched_gradients == "on"
         checks.check("batched_gradients", c.batched_gradients, not on, f"auto or off with {given}")
+        checks.check("final_merge", c.final_merge, not c.final_merge, f"false with {given}")
     else:
         kept = c.data_of_lost == "left"
         checks.check("data_of_lost", c.data_of_lost, kept, "left where no worker can be lost")

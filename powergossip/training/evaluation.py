@@ -8,18 +8,21 @@ import warnings
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from powergossip.network.collectives import all_reduce_cost
 from powergossip.parameters import Parameters
 from powergossip.tasks import MainMetric, Split, Task, main_metric
 from powergossip.training.config import Settings
 from powergossip.training.live_models import AliveWorkers
 from powergossip.training.measurements import Rows, check_finite
+from powergossip.training.merging import recalibrate
 
 # Values of each worker by kind and name: float64 [worker], first of the hosted ones, then of all n.
 # The kind is "batches", "squares", a split, or the tag of the mean model's rows on a split.
 Columns = dict[tuple[str, str], Tensor]
 BUFFERS = ""  # their name among "squares": no parameter has it
+AGREEMENT = 1e-6  # consensus distance, relative to the mean model's norm, of rounding
 _AT_ONCE = 2**18  # elements of all workers whose squares are in memory
 
 
@@ -82,6 +85,10 @@ class Evaluation:
         rounds = step // (self._config.local_steps * batches)
         uncompressed = int(view.bits_to_all(view.layout.size, rounds)[0])
         self._log("uncompressed_gossip_bits", uncompressed, epoch)
+        agree = self._consensus_distance <= AGREEMENT * float(self.mean_model.x.norm())
+        bits = 8 * view.x.element_size() * view.layout.size
+        merge = 0 if agree else all_reduce_cost(len(view.alive), bits)[0]
+        self._log("merge_bits", merge, epoch)
 
         shown, averaged = "", self._config.evaluate_average_model
         if averaged:
@@ -198,25 +205,10 @@ class Evaluation:
 
         Each worker contributes the same number of batches.
         """
-        (model,) = self.mean_model.models
-        layers = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
-        if not layers:
-            return
-        momenta = [layer.momentum for layer in layers]
-        batches = min(self._config.recalibration_batches, self._task.steps_per_epoch)
-        for layer in layers:
-            layer.reset_running_stats()
-            layer.momentum = None  # the mean over all batches
-        carried = self._task.carried(model)
-        with torch.no_grad():
-            for worker in self._view.workers:
-                for step in range(batches):
-                    self._task.loss(model, self._task.batch(worker, 0, step))
-        self._task.carry(model, carried)
-        for layer, momentum in zip(layers, momenta, strict=True):
-            layer.momentum = momentum
-        hosted_rows = self.mean_model.buffers.repeat(len(self._view.workers), 1)
-        self.mean_model.buffers.copy_(self._view.mean(hosted_rows))
+        (model,), workers = self.mean_model.models, self._view.workers
+        if recalibrate(self._task, model, workers, self._config.recalibration_batches):
+            hosted_rows = self.mean_model.buffers.repeat(len(workers), 1)
+            self.mean_model.buffers.copy_(self._view.mean(hosted_rows))
 
     def _log_consensus(self, epoch: int, gathered: Columns) -> None:
         """Log the root mean square over workers of their distance to the mean.

@@ -26,6 +26,7 @@ from powergossip.trees import sha256
 TAKEN = {
     "consensus_distance",
     "count",
+    "merge_bits",
     "phase_seconds",
     "spectrum",
     "uncompressed_gossip_bits",

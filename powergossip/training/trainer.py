@@ -17,6 +17,7 @@ from powergossip.training.config import Settings
 from powergossip.training.ending import PATIENCE, interrupted
 from powergossip.training.evaluation import Evaluation
 from powergossip.training.measurements import Hooks, log_phases
+from powergossip.training.merging import merge
 from powergossip.training.methods import diffusion_rate
 from powergossip.training.position import Position
 from powergossip.training.resuming import load_checkpoint
@@ -144,6 +145,9 @@ class Trainer:
                         save(position)
                         missing = self.execution.missing
                         raise interrupted(moment.signal, self.step, epoch + 1, missing)
+                if c.final_merge and epoch + 1 == c.num_epochs:
+                    with self.clock("averaging"), precision.not_compiled(c.torch_compile):
+                        merge(self._built.run)
                 score = self._end_epoch(epoch + 1, position.sums, bar)
                 position = Position(epoch + 1)
                 if (epoch + 1) % c.checkpoint_interval == 0 or epoch + 1 == c.num_epochs:

@@ -311,6 +311,7 @@ def test_a_method_is_tuned_on_held_out_data_and_compared_on_test_data(
     assert len(found["data"]) == 64
     assert found["state"] == 0
     assert found["step_seconds"]["10"] > found["step_seconds"]["100"] > 0
+    assert 8e6 * found["merge"] == pytest.approx(metrics.last_values(rows, "merge_bits").max())
     assert results["consensus_random"]["setting"]["optimizer_weight"] == 0.6
 
     saved, note = submissions.save(entry, QUICK, results, output)
@@ -644,13 +645,13 @@ def test_a_task_that_changes_has_another_version() -> None:
     assert found == {
         "consensus_random": (3, "d974447b"),
         "consensus_low_rank": (3, "b53b3af7"),
-        "fashion_mnist_same": (1, "d6a92d18"),
-        "fashion_mnist_sorted": (1, "98c3e05e"),
-        "fashion_mnist_dirichlet": (1, "19c7986e"),
-        "fashion_mnist_16": (1, "ce9762e7"),
-        "fashion_mnist_late": (1, "3b5422f3"),
-        "text_same": (1, "f55aab0e"),
-        "text_topics": (1, "2bf084bb"),
+        "fashion_mnist_same": (2, "d6a92d18"),
+        "fashion_mnist_sorted": (2, "98c3e05e"),
+        "fashion_mnist_dirichlet": (2, "19c7986e"),
+        "fashion_mnist_16": (2, "ce9762e7"),
+        "fashion_mnist_late": (2, "3b5422f3"),
+        "text_same": (2, "f55aab0e"),
+        "text_topics": (2, "2bf084bb"),
     }
 
 
@@ -663,6 +664,9 @@ def test_the_costs_of_a_target_lie_between_two_evaluations() -> None:
     assert found.to_target("MB") == pytest.approx([10.0, 8.0, 5 + 5 * 0.35 / 0.45])
     assert found.seconds_to_target("10") == pytest.approx([40, 32, 2 * (10 + 10 * 0.35 / 0.45)])
     assert line(0.7).to_target("MB") == [math.inf]
+    merged = line(0.8, merge=0.5)  # MB, at 10 Mbit/s
+    assert (merged.megabytes, merged.to_target("MB")) == ([10.5], [10.5])
+    assert merged.seconds_to_target("10") == pytest.approx([40.4])
     assert line(1.8).to_target("MB") == [5.0]  # at the first evaluation
     late = dataclasses.replace(line(1.0), task=TASKS["fashion_mnist_late"])
     assert late.seconds_to_target("10") == pytest.approx([1.6])

@@ -141,8 +141,8 @@ def runs(*seeds: int, megabytes: Sequence[float] = (5.0, 10.0)) -> list[dict[str
         ({"runs": runs(1, 2, 3, 3)}, ["the seeds are not 1, 2, 3"]),
         ({"runs": runs(3, 2, 1)}, ["the seeds are not 1, 2, 3"]),
         ({"runs": runs(1, 2, 3, megabytes=(5, 4, 10))}, ["megabytes become fewer"] * 3),
-        ({"version": 0}, ["version 0 of the task, now 1"]),
-        ({"version": 2}, ["version 2 of the task, now 1"]),
+        ({"version": 1}, ["version 1 of the task, now 2"]),
+        ({"version": 3}, ["version 3 of the task, now 2"]),
     ],
 )
 def test_what_the_results_of_a_task_have(changed: dict[str, Any], wrong: list[str]) -> None:

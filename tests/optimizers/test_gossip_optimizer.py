@@ -377,6 +377,23 @@ def test_the_mean_model_is_present_within_the_context_only() -> None:
     run(model, optimizer, range(3, 5))
 
 
+@pytest.mark.parallel([4])
+def test_a_merge_is_one_all_reduce_after_which_all_have_the_mean() -> None:
+    """Training may go on."""
+    model, optimizer = wrapped(OPTIMIZERS["sgd"], "power-gossip", learning="diloco", local_steps=2)
+    run(model, optimizer, range(3))
+    before, bits = everywhere(model), optimizer.bits
+    optimizer.merge()
+    after = everywhere(model)
+    assert torch.equal(after, after[:1].expand_as(after))
+    torch.testing.assert_close(after[0], before.mean(0), rtol=1e-5, atol=1e-6)
+    assert optimizer.bits - bits == 2 * 3 * 32 * before.shape[1] // 4
+    with optimizer.mean_model(), pytest.raises(RuntimeError, match="mean already"):
+        optimizer.merge()
+    run(model, optimizer, range(3, 5))
+    assert not torch.equal(*everywhere(model)[:2])
+
+
 # Torch's own tools.
 
 

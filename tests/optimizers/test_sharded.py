@@ -291,6 +291,11 @@ def test_the_mean_model_is_computed_with_after_a_forward_pass_alone() -> None:
     assert not torch.equal(everywhere[0][0], everywhere[-1][0])
     assert not torch.equal(before, averaged)
 
+    bits = optimizer.bits
+    optimizer.merge()  # of two replicas: each sends its shard once
+    assert optimizer.bits - bits == 32 * sum(p.to_local().numel() for p in model.parameters())
+    assert torch.equal(model(inputs), averaged)
+
 
 @pytest.mark.parallel([4])
 def test_replicas_start_with_the_values_of_the_first() -> None:

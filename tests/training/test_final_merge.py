@@ -1,0 +1,65 @@
+"""Laws of final_merge: one model in all workers at the end of a run, and its cost."""
+
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+
+from powergossip.network import processes
+from powergossip.network.collectives import all_reduce_cost
+from powergossip.runs.checkpoints import Checkpoints
+from tests.harness.training import built, select, trained, value
+
+FEW: dict[str, Any] = {"max_steps_per_epoch": 3}
+METHODS: dict[str, dict[str, Any]] = {
+    "power-gossip": {},
+    "in flight": {"learning": "diloco", "local_steps": 2, "overlapping": True},
+    "all-reduce": {"optimizer": "all-reduce"},
+}
+
+
+@pytest.mark.parallel([1, 4])
+@pytest.mark.parametrize("method", METHODS)
+def test_all_workers_end_with_the_mean_model_for_one_all_reduce(method: str) -> None:
+    """And for nothing if they have it already."""
+    plain, before = trained(**FEW, **METHODS[method])
+    merged, after = trained(**FEW, **METHODS[method], final_merge=True)
+    x, both = (run.network.gather(run.parameters.x) for run in (plain, merged))
+    assert torch.equal(both, both[:1].expand_as(both))
+    torch.testing.assert_close(both[0], x.mean(0), rtol=1e-5, atol=1e-6)
+    bits = 0 if method == "all-reduce" else all_reduce_cost(4, 32 * x.shape[1])[0]
+    assert (merged.network.bits - plain.network.bits == bits).all()
+    if len(before):  # in the process that has the rows
+        assert (value(before, "merge_bits"), value(after, "merge_bits")) == (bits, 0)
+        of_mean = select(after, "accuracy", split="test_avg").iloc[0]
+        assert of_mean["bits"] == merged.network.bits[0]
+        assert set(select(after, "accuracy", split="test")["value"]) == {of_mean["value"]}
+
+
+def test_running_statistics_are_those_of_the_mean_model() -> None:
+    values = FEW | {"task_architecture": "ResNet20", "n_workers": 2, "batch_size": 100}
+    plain, _ = trained(**values, mean_model_statistics="recalibrated")
+    merged, _ = trained(**values, final_merge=True)
+    x, buffers = merged.parameters.x, merged.parameters.buffers
+    assert torch.equal(*buffers)
+    expected = plain.evaluation.mean_model.buffers[0]
+    torch.testing.assert_close(buffers[0], expected, rtol=1e-4, atol=1e-5)
+    sent = merged.network.bits - plain.network.bits
+    assert (sent == 32 * (x.shape[1] + buffers.shape[1])).all()
+
+
+def test_a_run_killed_after_the_merge_resumes_as_the_same(tmp_path: Path) -> None:
+    """Before its checkpoint. A further resume does nothing."""
+    values = FEW | {"num_epochs": 2, "final_merge": True, "checkpoint_interval": 1}
+    whole, _ = trained(**values)
+    saved, killed = Checkpoints(tmp_path, processes()), built(**values)
+    killed._end_epoch = Mock(side_effect=[0.5, KeyboardInterrupt])  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        killed.train(saved)
+    for _ in range(2):
+        run = built(**values, resume_from=tmp_path)
+        run.train(saved)
+        assert torch.equal(run.parameters.x, whole.parameters.x)
+        assert (run.network.bits == whole.network.bits).all()
