@@ -332,7 +332,7 @@ class _Loops:
     ):
         self._code, self._arrays, self._message = code, arrays, message
         self._at = ctypes.addressof(code)
-        self._d = torch.empty(*message.shape[:2], code.elements)
+        self._d = torch.empty(*message.shape[:2], code.elements, dtype=torch.float32)
         self._encode = kernels.function(library, "difference_encode", "pipiiiupi")
         self._decode = kernels.function(library, "difference_decode", "pipppi")
 
