@@ -27,6 +27,7 @@ TAKEN = {
     "consensus_distance",
     "count",
     "phase_seconds",
+    "skipped_blocks",
     "spectrum",
     "uncompressed_gossip_bits",
     "workers",
