@@ -12,8 +12,8 @@ in low-rank messages.
 #
 # The text is the source of Python's standard library, byte by byte. The baseline averages in every
 # step. DiLoCo has rounds of ten steps with AdamW, then the mean of all models and a step of an
-# outer optimizer. The third method has the same rounds, but neighbors on a ring exchange matrices of
-# rank 8 in place of their models.
+# outer optimizer. The third method has the same rounds, but neighbors on a ring exchange messages
+# of rank 8 in place of their models.
 
 import contextlib
 import io
