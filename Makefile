@@ -61,7 +61,8 @@ train: setup ## train with eight MPI processes; NP=4, ARGS="key=value …", FT=1
 language: setup ## a GPT of a million parameters in rounds, 4 processes, some minutes; ARGS="key=value …"
 	@$(activate) && mpirun -np 4 python train.py --config gpt/1m \
 		num_epochs=4 max_steps_per_epoch=300 batch_size=2 \
-		optimizer=power-gossip optimizer_num_iterations=8 learning=diloco local_steps=30 \
+		optimizer=power-gossip optimizer_rank=8 optimizer_num_iterations=1 \
+		learning=diloco local_steps=30 \
 		task_options.sample="def " $(ARGS)
 
 test: setup ## the tests, in minutes: laws, programs, and 2 and 4 MPI processes

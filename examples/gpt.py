@@ -59,7 +59,13 @@ torch.manual_seed(0)
 model = GPT((256, 256), hidden_size=64, num_layers=3, num_heads=4).to(device)
 local = torch.optim.AdamW(model.parameters(), lr=PEAK, betas=(0.9, 0.95), weight_decay=0.1)
 optimizer = GossipOptimizer(
-    local, "power-gossip", num_iterations=8, learning="diloco", local_steps=H, max_norm=1.0
+    local,
+    "power-gossip",
+    rank=8,
+    num_iterations=1,
+    learning="diloco",
+    local_steps=H,
+    max_norm=1.0,
 )
 schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
 

@@ -12,8 +12,8 @@ in low-rank messages.
 #
 # The text is the source of Python's standard library, byte by byte. The baseline averages in every
 # step. DiLoCo has rounds of ten steps with AdamW, then the mean of all models and a step of an
-# outer optimizer. The third method has the same rounds, but neighbors on a ring exchange eight
-# power iterations in place of their models.
+# outer optimizer. The third method has the same rounds, but neighbors on a ring exchange messages
+# of rank 8 in place of their models.
 
 import contextlib
 import io
@@ -29,7 +29,8 @@ METHODS = {
     "all-reduce in every step": "optimizer=all-reduce",
     "DiLoCo": "optimizer=all-reduce learning=diloco local_steps=10",
     "DiLoCo over PowerGossip": (
-        "optimizer=power-gossip optimizer_num_iterations=8 learning=diloco local_steps=10"
+        "optimizer=power-gossip optimizer_rank=8 optimizer_num_iterations=1"
+        " learning=diloco local_steps=10"
     ),
 }
 COLORS = ["#0072B2", "#009E73", "#D55E00"]

@@ -4,7 +4,8 @@
     powergossip-predict --rate 1gbit --workers 64 --hosts 8 --model 25.6M --topology ring
     powergossip-predict --rate 10mbit --workers 16 --model LSTM --method power-gossip:rank=4
     powergossip-predict --rate 10mbit --workers 8 --model 124M --compute 2s
-        --method all-reduce:local_steps=30 --method power-gossip:num_iterations=8,local_steps=30
+        --method all-reduce:local_steps=30
+        --method power-gossip:rank=8,num_iterations=1,bits=4,local_steps=30
 
 The table has, for each method and graph, the bytes and messages that a worker sends in a step, the
 time of a step, steps per second, the fraction of a step that the worker waits for messages, and the
@@ -77,7 +78,8 @@ class Line:
     """A row of the table.
 
     Attributes:
-        fidelity: Index of the method in the order of decreasing fidelity.
+        fidelity: Index of the method in the order of decreasing fidelity, or of an earlier one that
+            is as good.
         graph: Name of the graph, "" without one.
     """
 
@@ -172,7 +174,9 @@ def _lines(
 
     torch.set_num_threads(1)  # a worker has one core
     speed, lines = cache(consensus), []
-    for fidelity, (label, method) in enumerate(methods.items()):
+    order = [method.at_once for method in methods.values()]
+    for label, method in methods.items():
+        fidelity = order.index(method.at_once)
         try:
             parts = [(part, traffic.count(method, part)) for part in method.layouts(layout)]
         except ValueError as error:
@@ -201,12 +205,13 @@ def recommendation(lines: Sequence[Line]) -> str:
     """A sentence with the recommended method and graph, and the reason.
 
     Among the combinations with a step of at most 1.25 times the fastest one, it has the fewest
-    rounds of gossip. Among equals, it has the highest fidelity, then the faster step.
+    rounds of gossip. Among equals, it has the highest fidelity, then fewer messages, then the
+    faster step.
     """
 
-    def order(line: Line) -> tuple[float, int, float]:
+    def order(line: Line) -> tuple[float, int, float, float]:
         rounds = math.inf if math.isnan(line.speed.rounds) else line.speed.rounds
-        return rounds, line.fidelity, line.step.seconds
+        return rounds, line.fidelity, line.step.messages, line.step.seconds
 
     fastest = min(lines, key=lambda line: line.step.seconds)
     near = (line for line in lines if line.step.seconds <= TOLERANCE * fastest.step.seconds)
@@ -276,7 +281,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--hosts", metavar="N", help="hosts of equal numbers of workers (one for each worker)")
     add("--cores", metavar="N", help="cores of a host (one for each of its workers)")
     add("--method", action="append", default=[], metavar="METHOD",
-        help="NAME:OPTION=VALUE,… like power-gossip:rank=2; repeatable (seven)")  # fmt: skip
+        help="NAME:OPTION=VALUE,… like power-gossip:rank=2; repeatable (nine)")  # fmt: skip
     add("--topology", action="append", default=[], metavar="GRAPH",
         help=f"repeatable ({', '.join(GRAPHS)})")  # fmt: skip
     add("--message-cpu", default=PER_MESSAGE, metavar="TIME", help=f"of a message ({PER_MESSAGE})")

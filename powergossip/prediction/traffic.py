@@ -6,7 +6,7 @@ number of receivers.
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -101,6 +101,16 @@ class PredictedMethod:
         """The method of its name and options. Raises ValueError."""
         return Method.of(self.name, options=self.options)
 
+    @property
+    def at_once(self) -> "PredictedMethod":
+        """The method of equal fidelity with the fewest messages: r directions in each of k
+        iterations of PowerGossip are as good as r k directions in one."""
+        if self.name != "power-gossip":
+            return self
+        rank, iterations = (self.method.options[key] for key in ("rank", "num_iterations"))
+        one = {"rank": rank * iterations, "num_iterations": 1}
+        return replace(self, options={**self.options, **one})
+
     def build(self, network: Network, layout: Layout) -> Callable[[Tensor], Conversation]:
         """Return a function of x [worker, D] that makes a step. ValueError for bad options."""
         if self.method.averages:
@@ -125,6 +135,10 @@ METHODS: dict[str, PredictedMethod] = {  # in the order of decreasing fidelity o
     "all-reduce": PredictedMethod("all-reduce"),
     "D-PSGD": PredictedMethod("dpsgd"),
     "PowerSGD, rank 2": PredictedMethod("powersgd", {"rank": 2, "num_iters_per_step": 2, **_NOW}),
+    "PowerGossip, rank 4, 4 bits": PredictedMethod(
+        "power-gossip", {"rank": 4, "num_iterations": 1, "bits": 4}
+    ),
+    "PowerGossip, rank 2": PredictedMethod("power-gossip", {"rank": 2, "num_iterations": 1}),
     "PowerGossip, 2 iterations": PredictedMethod("power-gossip", {"num_iterations": 2}),
     "PowerGossip, 1 iteration": PredictedMethod("power-gossip", {"num_iterations": 1}),
     "CHOCO, sign": PredictedMethod("choco", {"compressor": "sign-and-norm"}),

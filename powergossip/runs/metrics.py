@@ -13,6 +13,7 @@ one JSON object per line. The tables and figures use these rows::
     uncompressed_gossip_bits |                      | bits of plain gossip for the same steps
     merge_bits               |                      | bits of an all-reduce of models that differ
     phase_seconds            | phase=...            | time in that phase since the start
+    skipped_blocks           | instances=...        | parts of messages of few bits left out, of all
     error                    | algorithm=..., and   | mean squared distance of the workers from the
                              | diffusion_rate=...,  | mean of the starting matrices (epoch: the
                              | theta=... of a grid  | step)

@@ -60,6 +60,11 @@ def summary(rows: "DataFrame", time_is_virtual: bool = False) -> str:
     if rows["messages"].max() >= 0:
         lines.append(("", f"{rows['messages'].max():,.0f} messages"))
 
+    skipped = last_rows(rows, "skipped_blocks")
+    if len(skipped):
+        fraction = skipped["value"].iloc[-1] / skipped["instances"].iloc[-1]
+        lines.append(("", f"{fraction:.2%} of the blocks of messages left out"))
+
     seconds = rows["seconds"].max()
     if seconds >= 0:
         lines.append(("virtual time" if time_is_virtual else "time", f"{seconds:.1f} s"))

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
+from powergossip.algorithms.difference_code import DifferenceCode
 from powergossip.network import Network
 from powergossip.parameters import Parameters
 from powergossip.runs.clock import Clock, Stopwatch
@@ -79,6 +80,11 @@ class Execution:
         return {"start_iteration": facts.start_iteration(self.rule)}
 
     @property
+    def codes(self) -> Sequence[DifferenceCode]:
+        """The codes of messages of few bits of this process' workers."""
+        return []
+
+    @property
     def missing(self) -> list[int]:
         """The workers that were lost, as of the last collective operation."""
         return []
@@ -142,6 +148,10 @@ class Together(Execution):
         self.local, self.rule, self._at_epoch = method
         self.parts = {"optimizer": self.local, "algorithm": self.rule}
         self.run = run
+
+    @property
+    def codes(self) -> Sequence[DifferenceCode]:
+        return getattr(self.rule, "codes", [])
 
     def epoch(self, position: Position, signals: Signals) -> Iterator[Moment]:
         epoch, first, sums = position

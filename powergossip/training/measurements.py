@@ -7,8 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
+from powergossip.algorithms.difference_code import DifferenceCode
 from powergossip.errors import Diverged
-from powergossip.network import Network
+from powergossip.network import Network, Processes
 from powergossip.runs.clock import Clock, data_fraction
 
 # name, values, tags
@@ -84,6 +85,19 @@ class Rows:
 
     def take_over(self) -> None:
         """Go on with the rows of another process, if this one writes them now."""
+
+
+def log_skipped(
+    rows: Rows, processes: Processes, codes: Sequence[DifferenceCode], epoch: int
+) -> None:
+    """Log how many blocks of messages of few bits were left out, and of how many, in all processes.
+
+    Without such messages there is no row.
+    """
+    own = sum(float(code.skipped) for code in codes), sum(float(code.blocks) for code in codes)
+    skipped, blocks = map(sum, zip(*processes.gather(own), strict=True))
+    if blocks:
+        rows("skipped_blocks", skipped, epoch, instances=int(blocks))
 
 
 def log_phases(rows: Rows, hooks: Hooks, clock: Clock, epoch: int, num_epochs: int) -> None:

@@ -28,6 +28,7 @@ TAKEN = {
     "count",
     "merge_bits",
     "phase_seconds",
+    "skipped_blocks",
     "spectrum",
     "uncompressed_gossip_bits",
     "workers",

@@ -16,7 +16,7 @@ from powergossip.training import construction, facts, precision, resizing
 from powergossip.training.config import Settings
 from powergossip.training.ending import PATIENCE, interrupted
 from powergossip.training.evaluation import Evaluation
-from powergossip.training.measurements import Hooks, log_phases
+from powergossip.training.measurements import Hooks, log_phases, log_skipped
 from powergossip.training.merging import merge
 from powergossip.training.methods import diffusion_rate
 from powergossip.training.position import Position
@@ -194,6 +194,8 @@ class Trainer:
         if epoch in c.spectrum_logging_epochs:
             self.evaluation.log_spectra(epoch)
         self.execution.end_epoch(epoch)
+        if "bits" in c.options:
+            log_skipped(self.rows, self.processes, self.execution.codes, epoch)
         log_phases(self.rows, self._hooks, self.clock, epoch, c.num_epochs)
         return score
 

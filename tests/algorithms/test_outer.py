@@ -297,7 +297,7 @@ def test_corrected_sgd_is_exact(name: str, H: int, mu: float, beta: float, corre
 @pytest.mark.parametrize(
     ("name", "averaging", "options", "bound"),
     [
-        ("noloco", "power-gossip", {"num_iterations": 4}, 1e-9),
+        ("noloco", "power-gossip", {"rank": 4, "num_iterations": 1}, 1e-9),
         ("diloco", "qsgd", {}, 1e-4),
         ("gasloc", "top-k", {"diffusion_rate": 0.3, "keep_ratio": 0.5}, 0.03),
         ("gasloc", "all-reduce", {}, 1e-12),

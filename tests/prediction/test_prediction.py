@@ -52,8 +52,10 @@ def test_bytes_and_messages_are_those_that_the_network_counts(name: str, graph: 
     step = method.build(network, LAYOUT)
     x = torch.randn(8, LAYOUT.size, generator=torch.Generator().manual_seed(0))
     steps = 2 * topology.period
-    for _ in range(steps):
-        network.run(step(x))
+    for _ in range(2):
+        network.bits[:] = network.messages[:] = 0  # messages of few bits begin with whole ones
+        for _ in range(steps):
+            network.run(step(x))
     traffic = prediction.count(method, LAYOUT)
     sent = np.mean([edges.out_degrees for edges in network.edges], axis=0)
     for worker in range(8):
@@ -322,6 +324,22 @@ def test_the_recommendation_weighs_speed_and_agreement() -> None:
     assert "near on ring" in program.recommendation([slow, near, fast]).split(",")[0]
     twin = line("twin", 2, 0, 1.25)
     assert "twin on ring" in program.recommendation([slow, near, fast, twin]).split(",")[0]
+
+
+def test_rank_comes_before_iterations(capsys: pytest.CaptureFixture[str]) -> None:
+    """Eight messages that wait for each other take longer than one of the whole model. Among equal
+    bytes, fewer messages are recommended, also where the others are as fast."""
+    iterations, rank = "power-gossip:num_iterations=8", "power-gossip:rank=8,num_iterations=1"
+    far, ring, layout = Cluster(8, 1e8, 0.05), topologies.make("ring", 8), Layout([(400, 400)])
+    given = program._methods([iterations, "dpsgd", rank])
+    steps = [
+        prediction.step(prediction.count(m, layout), ring, far, Compute()) for m in given.values()
+    ]
+    assert [step.seconds for step in steps] == sorted((s.seconds for s in steps), reverse=True)
+    assert steps[0].sent == steps[2].sent
+    for order in ([iterations, rank], [rank, iterations]):
+        program.main([*QUICK, "--rate", "1mbit", *(f"--method={method}" for method in order)])
+        assert f"Recommended: {rank} on " in capsys.readouterr().out
 
 
 # --- The experiments -----------------------------------------------------------------------------

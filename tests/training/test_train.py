@@ -182,6 +182,28 @@ def test_bits_follow_from_the_shapes(
     assert value(rows, "uncompressed_gossip_bits") == run.step * degree * 32 * D
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"learning": "diloco", "learning_options": {"fragments": 2}, "local_steps": 2},
+     {"gossip": "asynchronous", "learning": "exact-diffusion", "optimizer_warm_start": False}],
+    ids=["dpsgd", "diloco", "asynchronous"],
+)  # fmt: skip
+def test_blocks_that_were_left_out_are_counted_at_both_ends(changes: dict[str, Any]) -> None:
+    run, rows = trained(optimizer_bits=4, optimizer_num_iterations=1, batch_size=52, **changes)
+    (row,) = select(rows, "skipped_blocks").to_dict("records")
+    assert 0 < row["value"] < row["instances"]  # differences begin at 0
+    shapes = [tuple(p.shape) for p in run.parameters.models[0].parameters()]
+    matrices = [shape for shape in shapes if len(shape) > 1]
+    vectors = [shape for shape in shapes if len(shape) == 1]
+    heights, widths = zip(*matrices, strict=True)
+    columns, lines, rest = (
+        math.ceil(sum(sizes) / 64) for sizes in (widths, heights, [size for (size,) in vectors])
+    )
+    if not changes:  # of seven steps, the first two have whole messages
+        assert row["instances"] == 8 * (3 * columns + 2 * lines + 6 * rest)
+    assert select(trained(**changes)[1], "skipped_blocks").empty
+
+
 # What the configuration changes.
 
 

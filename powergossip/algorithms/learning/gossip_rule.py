@@ -11,6 +11,7 @@ from torch import Tensor
 
 from powergossip import checks
 from powergossip.algorithms.averaging import Averaging, Kind, begin_at, incremental
+from powergossip.algorithms.difference_code import DifferenceCode
 from powergossip.algorithms.learning.interface import Correction
 from powergossip.network import Conversation, Exchange, Network
 from powergossip.parameters import Layout, Parameters
@@ -188,6 +189,12 @@ class GossipRule:
     def x(self) -> Tensor:
         """The models [worker, D]."""
         return self._x
+
+    @property
+    def codes(self) -> list[DifferenceCode]:
+        """The codes of messages of few bits."""
+        of_rounds = getattr(getattr(self, "_averaging", None), "codes", ())
+        return [code for codes in of_rounds for code in codes]
 
     @classmethod
     def directs(cls) -> bool:

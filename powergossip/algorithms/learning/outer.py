@@ -38,6 +38,7 @@ from torch import Tensor
 
 from powergossip import checks
 from powergossip.algorithms.averaging import Averaging, Kind, kind_of
+from powergossip.algorithms.difference_code import DifferenceCode
 from powergossip.algorithms.learning import outer_stability
 from powergossip.algorithms.learning.gossip_rule import (
     ANY,
@@ -153,6 +154,11 @@ class Fragments:
     def step(self, x: Tensor) -> Conversation:
         """Each fragment has its own steps."""
         raise NotImplementedError
+
+    @property
+    def codes(self) -> list[tuple[DifferenceCode, ...]]:
+        """Those of messages of few bits."""
+        return [codes for f in self._fragments for codes in getattr(f.averaging, "codes", ())]
 
     def begin_at(self, point: Tensor) -> None:
         for fragment in self._fragments:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from powergossip.algorithms.difference_code import DifferenceCode
 from powergossip.events import event_log
 from powergossip.events.replay import Replay
 from powergossip.events.virtual_clock import VirtualClock
@@ -44,6 +45,10 @@ class OnVirtualClock(Execution):
         self.workers, self.clock, self.run = workers, clock, run
         self.parts = {"events": self}
         self._file: Path | None = None  # of the order of events
+
+    @property
+    def codes(self) -> Sequence[DifferenceCode]:
+        return self.workers.codes
 
     def seconds(self) -> float:
         return self.clock.now
@@ -119,6 +124,10 @@ class AcrossProcesses(Execution):
         self.links, self.workers, self.clock, self.run = links, workers, clock, run
         self.parts = {"events": self}
         self._folder: Path | None = None  # of the run, once it has begun
+
+    @property
+    def codes(self) -> Sequence[DifferenceCode]:
+        return self.workers.codes
 
     @property
     def missing(self) -> list[int]:

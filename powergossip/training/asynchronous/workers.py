@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from powergossip.algorithms import learning
+from powergossip.algorithms.difference_code import DifferenceCode
 from powergossip.events import averaging
 from powergossip.events.members import Members, View, dead
 from powergossip.events.worker import Policy, Worker
@@ -152,6 +153,13 @@ class EdgeWorkers:
     ) -> None:
         """Restore the values of `sums` and `last`."""
         self._sums, self._last = sums, self._last if last is None else last
+
+    @property
+    def codes(self) -> list[DifferenceCode]:
+        """The codes of messages of few bits, which all edges of this process share."""
+        common = self._exchanges.common if self._exchanges else {}
+        gossip, _ = common.get("power", (None, None))
+        return [code for codes in getattr(gossip, "codes", ()) for code in codes]
 
     # --- State ---
 
