@@ -7,6 +7,7 @@ import ctypes
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -81,8 +82,8 @@ class DifferenceCode:
         random = randomness.generator(0, "difference-code", count)
         self._signs = torch.from_numpy(random.choice([-1.0, 1.0], count)).to(device)
         self._lengths = torch.tensor(lengths, device=device)
-        part = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths, dtype=torch.long))
-        self._part = part.to(device)
+        part = np.repeat(np.arange(len(lengths)), lengths)
+        self._part = torch.from_numpy(part).to(device)
         self._columns, rest = divmod(count, _BLOCK)
         self._blocks = self._columns + (rest > 0)
         self._place = torch.from_numpy(random.permutation(rest))
