@@ -11,7 +11,7 @@ import topologies
 from powergossip.algorithms.aggregation import make
 from powergossip.algorithms.dgc import DGCAggregation
 from powergossip.algorithms.dgc import DGCConfig as DGCConfig
-from powergossip.algorithms.power_sgd import Aggregation, PowerSGDConfig
+from powergossip.algorithms.power_sgd import PowerSGDAggregation, PowerSGDConfig
 from powergossip.network import Conversation, Network
 from powergossip.parameters import Layout
 from powergossip.tasks.models import ResNet20
@@ -31,7 +31,7 @@ def _averaging(name: str, **options: Any) -> Build:
 
 def _power_sgd(network: Network, layout: Layout) -> Step:
     config = PowerSGDConfig(1, num_iters_per_step=2, start_compressing_after_num_steps=0)
-    aggregation = Aggregation(network, layout, config)
+    aggregation = PowerSGDAggregation(network, layout, config)
     return lambda x: aggregation.step(x, torch.zeros_like(x))
 
 

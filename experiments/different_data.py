@@ -97,7 +97,7 @@ def experiment(
             f"Each method has momentum {MOMENTUM:g} and the best of the learning rates "
             f"{listed(rates)}: they are compared after {counted(tuning_epochs, 'epoch')}, then the "
             f"best and the next smaller one after {values['num_epochs']} epochs, on "
-            f"{VALIDATION_RATIO:.0%} of the training data, held out, with a seed of their own. In "
+            f"{VALIDATION_RATIO:.0%} of the training data, held out, with their own seed. In "
             "a run, the learning rate falls to 0 as a cosine. MB sent are the mean of the workers "
             f"in a run. {MERGE}"
         )

@@ -171,7 +171,7 @@ def _report(outcomes: Outcomes, folder: Path) -> str:
         f"deviation of {len(SEEDS)} seeds. The learning rate at the end of the warm-up "
         f"is the best of {listed([10 * rate for rate in RATES])} after "
         f"{FIRST_EPOCHS * STEPS_PER_EPOCH} steps, on {VALIDATION_RATIO:.0%} of the documents, held "
-        f"out, with a seed of its own. {MERGE}",
+        f"out, with its own seed. {MERGE}",
         "![bits per byte against megabytes](figure.svg)",
     ]
     plain = {data: outcomes[data, ALL_REDUCE, FINAL] for data in DATA}

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from powergossip import randomness
+from powergossip import checks, randomness
 
 if TYPE_CHECKING:
     from powergossip.shards import Shards
@@ -61,6 +61,7 @@ class Layout:
         decayed: For each tensor, True if weight decay applies. None means all.
 
     Attributes:
+        stacks: The matrices of each shape, and `vectors` the vectors, as matrices of one column.
         shards: The processes over which each tensor is divided, see ShardedLayout.
     """
 
@@ -68,6 +69,8 @@ class Layout:
 
     def __init__(self, shapes: Iterable[Sequence[int]], decayed: Sequence[bool] | None = None):
         self.shapes = [tuple(shape) for shape in shapes]
+        for shape in self.shapes:
+            checks.check("shape", shape, min(shape, default=0) >= 0, "sizes of 0 or more")
         decayed = [True] * len(self.shapes) if decayed is None else decayed
         if len(decayed) != len(self.shapes):
             raise ValueError(
@@ -82,17 +85,17 @@ class Layout:
         order = sorted(range(len(self.shapes)), key=lambda index: (order_key(index), index))
         self.starts = [0] * len(self.shapes)  # first index of each tensor, in the order of `shapes`
         self.stacks: list[Stack] = []
+        self.vectors: list[Stack] = []
         position = 0
         for index in order:
             shape = self.shapes[index]
             self.starts[index] = position
-            if len(shape) >= 2:
-                rows, columns = matrix_shape(shape)
-                last = self.stacks[-1] if self.stacks else None
-                if last and (last.rows, last.columns) == (rows, columns):
-                    self.stacks[-1] = Stack(rows, columns, last.layers + 1, last.start)
-                else:
-                    self.stacks.append(Stack(rows, columns, 1, position))
+            found = self.stacks if len(shape) >= 2 else self.vectors
+            rows, columns = matrix_shape(shape)
+            if found and (found[-1].rows, found[-1].columns) == (rows, columns):
+                found[-1] = Stack(rows, columns, found[-1].layers + 1, found[-1].start)
+            else:
+                found.append(Stack(rows, columns, 1, position))
             position += prod(shape)
         self.size = position  # D
         self.matrices_size = self.stacks[-1].stop if self.stacks else 0

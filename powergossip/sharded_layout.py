@@ -22,7 +22,7 @@ class ShardedLayout(Layout):
     """The layout of this shard's blocks of rows, in the order of the whole tensors.
 
     Attributes:
-        shapes, starts, stacks, size: The blocks' own. A block may be without rows.
+        shapes, starts, stacks, vectors, size: The blocks' own. A block may be without rows.
     """
 
     shards: Shards
@@ -42,7 +42,9 @@ class ShardedLayout(Layout):
             self._pieces.append((start + own.start * columns, len(own) * columns))
             position += len(own) * columns
         self.size = position
-        self.stacks = [self.local(stack) for stack in whole.stacks]
+        self.stacks, self.vectors = (
+            [self.local(stack) for stack in stacks] for stacks in (whole.stacks, whole.vectors)
+        )
         self.matrices_size = self.stacks[-1].stop if self.stacks else 0
 
     @property

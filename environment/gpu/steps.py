@@ -59,7 +59,7 @@ def main(setting: Setting) -> None:
                 try:
                     cells = measure(setting, model, n, name, options)
                     counted += int(str(cells[3]))
-                except Exception as error:
+                except RuntimeError as error:  # of torch's allocators
                     if "out of memory" not in str(error) and "can't allocate" not in str(error):
                         raise
                     cells = ("out of memory", *[""] * 5)

@@ -82,7 +82,7 @@ def _error_feedback(
 
 # The names that users choose from: `optimizer` in train.py.
 AGGREGATIONS: dict[str, options.Builder] = {
-    "powersgd": _row(power_sgd.Aggregation, power_sgd.PowerSGDConfig, rank=1),
+    "powersgd": _row(power_sgd.PowerSGDAggregation, power_sgd.PowerSGDConfig, rank=1),
     "dgc": _row(dgc.DGCAggregation, dgc.DGCConfig),
     "ef-sgd": _error_feedback,
     "signsgd": _row(sign_sgd.SignSGDAggregation, sign_sgd.SignSGDConfig),

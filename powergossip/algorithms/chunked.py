@@ -40,7 +40,6 @@ class SparseLoCo(ErrorFeedback):
         kept: Largest values of a chunk that are sent.
         chunk: Largest number of rows and of columns of a chunk.
         bits: Bits of a value, 1 to 8, or 32 for floats.
-        seed: Seed of the codec. ChunkTopK has no random numbers.
 
     Raises:
         BadValue: For a value out of range.
@@ -57,12 +56,11 @@ class SparseLoCo(ErrorFeedback):
         kept: int = 64,
         chunk: int = 64,
         bits: int = 2,
-        seed: int = 0,
     ):
         checks.positive("outer_rate", outer_rate)
         self._outer_rate = outer_rate
         config = ErrorFeedbackConfig(
-            rescale_error=False, error_decay=error_decay, mean_over=mean_over, seed=seed
+            rescale_error=False, error_decay=error_decay, mean_over=mean_over
         )
         super().__init__(network, layout, ChunkTopK(kept, chunk, bits), config)
 
@@ -85,7 +83,8 @@ class DeMo(ErrorFeedback):
     their transforms, in units of 1/η: a gradient is transformed once, and so is the mean. The
     published code (bloc97/DeMo, 0e48145) has mean_over=senders.
 
-    The learning rate is the length of every step of every element.
+    The learning rate is the length of every step of every element. Elements of the mean that are
+    NaN or infinite become NaN, so that divergence stays visible.
 
     Cost on the wire: an all-gather of values (4 bytes) and positions, see `ChunkTopK`, to n − 1
     others. See `ErrorFeedback` for tensors that would not become smaller.
@@ -95,7 +94,6 @@ class DeMo(ErrorFeedback):
         mean_over: Workers in the mean of a component: all, or senders, those with a value for it.
         kept: Largest values of a chunk that are sent.
         chunk: Largest number of rows and of columns of a chunk.
-        seed: Seed of the codec. ChunkTopK has no random numbers.
 
     Raises:
         BadValue: For a value out of range.
@@ -110,9 +108,8 @@ class DeMo(ErrorFeedback):
         mean_over: str = "all",
         kept: int = 32,
         chunk: int = 64,
-        seed: int = 0,
     ):
-        config = ErrorFeedbackConfig(error_decay=error_decay, mean_over=mean_over, seed=seed)
+        config = ErrorFeedbackConfig(error_decay=error_decay, mean_over=mean_over)
         super().__init__(network, layout, ChunkTopK(kept, chunk, bits=32), config)
         self.owns_momentum = True
         self._chunks = [
@@ -127,7 +124,7 @@ class DeMo(ErrorFeedback):
             self._transform(row)
         yield from super().step(gradient, mean)
         self._transform(mean[0], inverse=True)
-        mean[:] = mean[0].sign()
+        mean[:] = mean[0].sign().masked_fill_(~mean[0].isfinite(), torch.nan)
 
     def _transform(self, row: Tensor, inverse: bool = False) -> None:
         """Replace a row [D] by its transform: one worker at a time, whose bits are then the same

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from powergossip import checks, randomness
-from powergossip.algorithms import averaging
+from powergossip.algorithms.averaging import Aggregation
 from powergossip.network import Conversation, Mean, Network
 from powergossip.parameters import Layout, Stack, aligned, batches, complement, put_in, take_out
 
@@ -82,7 +82,7 @@ class PowerSGDConfig:
         return rows * columns > self.min_compression_rate * self.elements(rows, columns)
 
 
-class Aggregation(averaging.Aggregation):
+class PowerSGDAggregation(Aggregation):
     """The mean gradient of all workers, approximately. Each worker keeps its error.
 
     Per matrix M_i of worker i, with `in` on the right side (sides alternate, across steps too), a
@@ -238,7 +238,8 @@ class _Outgoing:
     """The message of a half-iteration.
 
     Attributes:
-        message: A Mean of [worker, elements]: `skip` elements of other tensors, then the products.
+        message: A Mean of [worker, elements]: `skip` elements of other tensors, then the products
+            `out` for `in` on this side.
         products: Views [worker, elements of a group] of the message, one for each group.
     """
 
@@ -251,7 +252,7 @@ class _Outgoing:
         device: torch.device,
         dtype: torch.dtype,
     ):
-        self._sizes = [skip, *(group.product_size(side) for group in groups)]
+        self._sizes = [skip, *(group.directions[1 - side].numel() for group in groups)]
         self.message = Mean(torch.zeros(workers, sum(self._sizes), device=device, dtype=dtype))
         self.products = self.split(self.message.tensor)
 
@@ -304,10 +305,6 @@ class _Group:
     def matrices(self, x: Tensor) -> Tensor:
         """The view of x [worker, D] that this group works on: [batch, row, column]."""
         return batches(x, self._stack)[self._part]
-
-    def product_size(self, side: int) -> int:
-        """Elements of `out` in a worker's message. side: the side of `in`."""
-        return self.directions[1 - side].numel()
 
     def draw(self, side: int, counter: int) -> None:
         """Draw random orthonormal directions for this half-iteration, the same everywhere."""

@@ -106,7 +106,7 @@ def margin(topology: Topology) -> float:
     return 1 / DIRECTED if is_directed(topology) else MARGIN
 
 
-def of_choco(
+def default_choco_rate(
     topology: Topology, layout: Layout, compressor: Compressor, factor: float = 1.0
 ) -> float | BySize:
     """Return the default γ of CHOCO-Gossip, with m the largest weight given to neighbors::
@@ -147,7 +147,7 @@ def copy_rate(compressor: Compressor) -> float | BySize:
     return found
 
 
-def of_deepsqueeze(
+def default_deepsqueeze_rate(
     topology: Topology, layout: Layout, compressor: Compressor, factor: float = 1.0
 ) -> float:
     """Return the default γ of DeepSqueeze: CHOCO-Gossip's, but at most 0.1.
@@ -155,7 +155,7 @@ def of_deepsqueeze(
     Its errors do not vanish at agreement, and grow with γ.
     """
     largest = getattr(compressor, "deepsqueeze_rate", 0.1)
-    rate = of_choco(topology, layout, compressor, factor)
+    rate = default_choco_rate(topology, layout, compressor, factor)
     return float(largest if callable(rate) else min(largest, rate))
 
 

@@ -164,8 +164,8 @@ def _compressor(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> compre
 
 
 _DEFAULT_RATES: dict[str, Callable[..., Any]] = {
-    "choco": rates.of_choco,
-    "deepsqueeze": rates.of_deepsqueeze,
+    "choco": rates.default_choco_rate,
+    "deepsqueeze": rates.default_deepsqueeze_rate,
 }
 # Without gradients and with differences of θ at most, 0.5 diverges on none of eight graphs, and 0.7
 # on five. See docs/methods/moniqua.md.

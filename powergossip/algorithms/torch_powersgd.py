@@ -96,12 +96,6 @@ HOOKS: dict[str, tuple[Hook, Sizes]] = {
 AUTO = "auto"  # the first compressed step by PyTorch's guidance
 
 
-def guided_start(steps: int, warm_up: int = 0) -> int:
-    """max(2, steps of the warm-up, 10 % of the steps of a run): PyTorch's guidance for the first
-    compressed step, from the documentation of PowerSGDState."""
-    return max(2, warm_up, ceil(steps / 10))
-
-
 def check(
     *,
     hosted: int,
@@ -111,16 +105,15 @@ def check(
     warm_start: bool,
     min_compression_rate: float,
     orthogonalization_epsilon: float,
-    batch_tensors_with_same_shape: bool,
     compression_stats_logging_frequency: int,
     bucket_cap_mb: float | None,
+    **_: Any,
 ) -> None:
     """Raise ValueError for values that PyTorch does not support.
 
     Args:
         hosted: Number of workers in this process.
     """
-    del batch_tensors_with_same_shape  # any
     if hosted > 1:
         raise ValueError(
             f"{hosted} workers in a process: PyTorch's DDP hooks take one; "
@@ -258,7 +251,6 @@ class DDPHook:
             warm_start=warm_start,
             min_compression_rate=min_compression_rate,
             orthogonalization_epsilon=orthogonalization_epsilon,
-            batch_tensors_with_same_shape=batch_tensors_with_same_shape,
             compression_stats_logging_frequency=compression_stats_logging_frequency,
             bucket_cap_mb=bucket_cap_mb,
         )

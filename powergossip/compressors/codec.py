@@ -1,7 +1,6 @@
 """The codec: a worker's tensors through a compressor into one message of bytes, and back."""
 
 from collections.abc import Callable, Sequence
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -339,23 +338,7 @@ class _Fields:
 
 def matrices(layout: Layout) -> list[Stack]:
     """The tensors of a layout as stacks of matrices: vectors have one column."""
-    return [*layout.stacks, *_stacks_of_vectors(layout)]
-
-
-def _stacks_of_vectors(layout: Layout) -> list[Stack]:
-    """Stacks of adjacent vectors of one length, as matrices of one column."""
-    vectors = sorted(
-        (start, prod(shape))
-        for start, shape in zip(layout.starts, layout.shapes, strict=True)
-        if len(shape) < 2
-    )
-    stacks: list[Stack] = []
-    for start, length in vectors:
-        if stacks and stacks[-1].rows == length:
-            stacks[-1] = Stack(length, 1, stacks[-1].layers + 1, stacks[-1].start)
-        else:
-            stacks.append(Stack(length, 1, 1, start))
-    return stacks
+    return [*layout.stacks, *layout.vectors]
 
 
 def size(compressor: Compressor, rows: int, columns: int) -> int:

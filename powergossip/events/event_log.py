@@ -40,7 +40,7 @@ class Entry(NamedTuple):
     counter: int
 
 
-OF_RUN = ("views", "workers", "steps", "edge")  # kinds beside events
+RUN_KINDS = ("views", "workers", "steps", "edge")  # kinds beside events
 _KEYS = ("time", "kind", "worker", "neighbor", "counter")
 
 
@@ -62,7 +62,9 @@ def write_whole(path: Path, entries: Iterable[Entry]) -> None:
     part.replace(path)
 
 
-def of_run(n_workers: int, steps_per_epoch: int, edges: Iterable[Sequence[int]]) -> list[Entry]:
+def run_entries(
+    n_workers: int, steps_per_epoch: int, edges: Iterable[Sequence[int]]
+) -> list[Entry]:
     """The lines by which `check` knows a run."""
     return [
         Entry(0.0, "workers", -1, -1, n_workers),
@@ -75,11 +77,11 @@ def check(path: Path, entries: Sequence[Entry], run: Sequence[Entry], num_epochs
     """Raise BadValue unless a run can repeat the events of a file.
 
     Args:
-        run: Lines of the run, by `of_run`. Those that the file does not have are not compared.
+        run: Lines of the run, by `run_entries`. Those that the file does not have are not compared.
     """
-    if not any(entry.worker >= 0 and entry.kind not in OF_RUN for entry in entries):
+    if not any(entry.worker >= 0 and entry.kind not in RUN_KINDS for entry in entries):
         raise BadValue("replay", path, "a file with events, of record_order=true")
-    recorded = {entry.kind: entry.counter for entry in entries if entry.kind in OF_RUN}
+    recorded = {entry.kind: entry.counter for entry in entries if entry.kind in RUN_KINDS}
     given = {entry.kind: entry.counter for entry in run}
     last = max(entry.worker for entry in entries)  # others may have joined later, without events
     recorded.setdefault("workers", max(given["workers"], last + 1))
@@ -145,8 +147,8 @@ def merged(parts: Sequence[Sequence[Entry]], lost: Iterable[int]) -> list[Entry]
         ValueError: For a part that is applied but was never sent.
     """
     sent: Counter[tuple[int, int, int]] = Counter()  # i, j, k → sent, not applied
-    facts = dict.fromkeys(entry for part in parts for entry in part if entry.kind in OF_RUN)
-    queues = [deque(entry for entry in part if entry.kind not in OF_RUN) for part in parts]
+    facts = dict.fromkeys(entry for part in parts for entry in part if entry.kind in RUN_KINDS)
+    queues = [deque(entry for entry in part if entry.kind not in RUN_KINDS) for part in parts]
     last = {entry.worker: entry for queue in queues for entry in queue}
     lost = set(lost)
     found = [*facts, *(Entry(0.0, "die", worker, -1, -1) for worker in sorted(lost - set(last)))]

@@ -1,13 +1,14 @@
 """The lives of workers, and the start of one that joins: the mean of its neighbors' models."""
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from powergossip.events.members import View, union
+from powergossip.events.event_log import Entry
+from powergossip.events.members import View, raised, union
 from powergossip.events.worker import Action, Worker
 from powergossip.network.counter import Counter
 
@@ -45,7 +46,7 @@ class Clock:
     @property
     def alive(self) -> list[int]:
         """Their indices, ascending."""
-        return sorted(self._lives)
+        return sorted(self.workers)
 
     def _begin(self, worker: Worker) -> None:
         """A worker begins its first step."""
@@ -69,30 +70,57 @@ class Clock:
         return worker
 
 
-def begin_late(
-    index: int,
-    steps: int,
-    versions: View,
-    workers: Mapping[int, Worker],
-    models: Sequence[Tensor],
-    make: Make,
-    counter: Counter,
-) -> tuple[Worker, list[int]]:
-    """A worker that joins the others, and its sources: it begins with the mean of their models.
-    They are its neighbors, or all workers where no neighbor is alive. Their messages are counted.
+class VirtualTime(Clock):
+    """The common part of the virtual clock and of replays: one process hosts all workers.
 
     Args:
-        steps: Number of steps of the worker. −1 for the mean of theirs.
-        models: Memory of the models, tensors [worker, ...].
+        absent: Workers that are not there at the start.
+        models: Memory of the workers' models, tensors [worker, ...]: x, buffers.
+
+    Attributes:
+        now: Virtual seconds since the start.
+        order: Entries for event_log.write.
     """
-    view = versions
-    for worker in workers.values():
-        view = union(view, worker.view)
-    sources = [j for j in make(index, view, 0).edges if j in workers] or sorted(workers)
-    for rows in models:
-        rows[index] = torch.stack([rows[j] for j in sources]).mean(0)
-    for j in sources:
-        counter.add(j, 8 * sum(rows[j].nbytes for rows in models))
-    if steps < 0:
-        steps = sum(workers[j].steps for j in sources) // len(sources)
-    return make(index, view, steps), sources
+
+    def __init__(
+        self,
+        absent: Collection[int],
+        models: Sequence[Tensor],
+        make: Make,
+        compute: Compute,
+        counter: Counter | None,
+    ):
+        n = len(models[0])
+        super().__init__(make, compute, counter or Counter(n))
+        self._models = models
+        self._versions: View = tuple(int(i in absent) for i in range(n))
+        self.now = 0.0
+        self.order: list[Entry] = []
+
+    @property
+    def progress(self) -> float:
+        """The mean number of steps of the workers alive."""
+        workers = self.workers.values()
+        return sum(worker.steps for worker in workers) / len(workers)
+
+    def _joined(self, index: int, steps: int | None = None) -> tuple[Worker, list[int]]:
+        """A worker that joins the others, and its sources: it begins with the mean of their models.
+        They are its neighbors, or all workers where no neighbor is alive. Their messages are
+        counted.
+
+        Args:
+            steps: Number of steps of the worker. None for the mean of theirs.
+        """
+        view = self._versions = raised(self._versions, index)
+        workers = self.workers
+        for worker in workers.values():
+            view = union(view, worker.view)
+        edges = self._make(index, view, 0).edges
+        sources = [j for j in edges if j in workers] or sorted(workers)
+        for rows in self._models:
+            rows[index] = torch.stack([rows[j] for j in sources]).mean(0)
+        for j in sources:
+            self.counter.add(j, 8 * sum(rows[j].nbytes for rows in self._models))
+        if steps is None:
+            steps = sum(workers[j].steps for j in sources) // len(sources)
+        return self._make(index, view, steps), sources

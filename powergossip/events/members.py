@@ -6,7 +6,7 @@ of each worker.
 """
 
 from collections.abc import Iterable, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise
 
 import numpy as np
@@ -55,7 +55,7 @@ class Members:
                 first[i][j] = first[j][i] = float(w)
         first = {i: dict(sorted(row.items())) for i, row in first.items()}
         self.first = first  # w_ij of the topology
-        self._after = lru_cache(maxsize=1024)(self._of_survivors)
+        self._after = lru_cache(maxsize=1024)(partial(without, first))
 
     @property
     def start(self) -> View:
@@ -69,9 +69,6 @@ class Members:
     def weight(self, i: int, j: int, view: View) -> float:
         """w_ij in a view: 0 without an edge."""
         return self.weights(view).get(i, {}).get(j, 0.0)
-
-    def _of_survivors(self, removed: frozenset[int]) -> Weights:
-        return without(self.first, removed)
 
 
 def without(weights: Weights, removed: Iterable[int]) -> dict[int, dict[int, float]]:

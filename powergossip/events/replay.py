@@ -6,22 +6,22 @@ from typing import Any
 from torch import Tensor
 
 from powergossip.errors import BadInput
-from powergossip.events.event_log import OF_RUN, Entry
-from powergossip.events.joining import Compute, Make, begin_late
-from powergossip.events.members import View, raised
+from powergossip.events.event_log import RUN_KINDS, Entry
+from powergossip.events.joining import Compute, Make, VirtualTime
+from powergossip.events.members import raised
 from powergossip.events.packing import bits_of_view
 from powergossip.events.worker import Message, Worker, packed, unpacked
 from powergossip.network.counter import Counter
 
 
-class Replay:
+class Replay(VirtualTime):
     """Repeats the events of a file, for workers in their state at the start.
 
-    It has the attributes and methods of VirtualClock, and counts the same as the run.
+    It has the attributes and methods of VirtualClock, and counts the same as the run. `order` has
+    nothing new.
 
     Args:
         steps_per_epoch: Number of steps of each worker in an epoch.
-        models: As for VirtualClock.
 
     Raises:
         BadInput: If the file ends before the steps of `run`, or has events of another method.
@@ -36,18 +36,14 @@ class Replay:
         compute: Compute,
         counter: Counter | None = None,
     ):
+        first = {e.worker: e.kind for e in reversed(entries) if e.kind not in RUN_KINDS}
         n = len(models[0])
-        first = {e.worker: e.kind for e in reversed(entries) if e.kind not in OF_RUN}
         # A worker that joins after the last event has none.
         absent = [i for i in range(n) if entries and first.get(i, "join") == "join"]
-        self.now = 0.0
-        self.counter = counter or Counter(n)
+        super().__init__(absent, models, make, compute, counter)
         # Bits of the view in each message of the run: none, a number, or below 0 by its contents.
         self._bits_of_view = next((e.counter for e in entries if e.kind == "views"), 0)
-        self.order: list[Entry] = []  # nothing new: the file has all events
         self._entries, self._next, self._steps_per_epoch = entries, 0, steps_per_epoch
-        self._models, self._make, self._compute = models, make, compute
-        self._versions: View = tuple(int(i in absent) for i in range(n))
         self._workers = {i: make(i, self._versions, 0) for i in range(n) if i not in absent}
         # i, j, incarnation, k → a part that is sent and not applied
         self._parts: dict[tuple[int, int, int, int], Message] = {}
@@ -55,16 +51,6 @@ class Replay:
     @property
     def workers(self) -> Mapping[int, Worker]:
         return self._workers
-
-    @property
-    def alive(self) -> list[int]:
-        """The workers alive, ascending."""
-        return sorted(self._workers)
-
-    @property
-    def progress(self) -> float:
-        """The mean number of steps of the workers alive."""
-        return sum(worker.steps for worker in self._workers.values()) / len(self._workers)
 
     def run(self, steps: float) -> None:
         """Process events until `progress` is that number of steps or more.
@@ -93,22 +79,14 @@ class Replay:
         entry = self._entries[self._next]
         self._next += 1
         self.now = max(self.now, entry.time)
-        if entry.kind in ("epoch", *OF_RUN):
+        if entry.kind in ("epoch", *RUN_KINDS):
             return
-        if entry.kind in ("die", "join"):
+        if entry.kind == "die":
             self._versions = raised(self._versions, entry.worker)
-            if entry.kind == "die":
-                del self._workers[entry.worker]
-                return
-            self._workers[entry.worker], _ = begin_late(
-                entry.worker,
-                entry.counter,
-                self._versions,
-                self._workers,
-                self._models,
-                self._make,
-                self.counter,
-            )
+            del self._workers[entry.worker]
+            return
+        if entry.kind == "join":
+            self._workers[entry.worker], _ = self._joined(entry.worker, entry.counter)
             return
         if not self._fits(entry):
             event = f"{entry.kind} of worker {entry.worker}, neighbor {entry.neighbor}"
@@ -144,7 +122,7 @@ class Replay:
             assert message.part is not None
             of_view = self._bits_of_view
             of_view = of_view if of_view >= 0 else bits_of_view(message.view)
-            self.counter.add(i, 8 * message.part.numel() * message.part.element_size() + of_view)
+            self.counter.add(i, 8 * message.part.nbytes + of_view)
             self._parts[i, j, message.incarnation, message.k] = message
         elif entry.kind in ("apply", "skip"):
             message = self._parts.pop((j, i, worker.edges[j].incarnation, entry.counter))

@@ -218,11 +218,8 @@ def _with_names(tree: Any) -> Any:
     """The same with strings for keys, as JSON has them."""
     if isinstance(tree, Mapping):
         return {str(key): _with_names(value) for key, value in tree.items()}
-    return [_with_names(value) for value in tree] if _is_list(tree) else tree
-
-
-def _is_list(tree: Any) -> bool:
-    return isinstance(tree, Sequence) and not isinstance(tree, str)
+    is_list = isinstance(tree, Sequence) and not isinstance(tree, str)
+    return [_with_names(value) for value in tree] if is_list else tree
 
 
 def read(values: Mapping[str, Any], n_workers: int, seed: int) -> Scenario:

@@ -5,17 +5,14 @@ arrive before workers go on, and otherwise events happen in the order of plannin
 """
 
 import heapq
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from copy import deepcopy
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from powergossip.events.event_log import Entry
-from powergossip.events.joining import Clock, Compute, Make, begin_late
-from powergossip.events.members import View, raised
+from powergossip.events.joining import Compute, Make, VirtualTime
+from powergossip.events.members import raised
 from powergossip.events.scenario import Scenario
 from powergossip.events.worker import Action, Message, Worker, packed, unpacked
 from powergossip.network.counter import Counter
@@ -24,11 +21,10 @@ from powergossip.network.counter import Counter
 _KINDS = ("die", "join", "stop", "notice", "arrive", "resume")
 
 
-class VirtualClock(Clock):
+class VirtualClock(VirtualTime):
     """Runs the lives of workers through a scenario.
 
     Args:
-        models: Memory of the workers' models, tensors [worker, ...]: x, buffers.
         make: Function that makes the workers at the start, and replacements.
         compute: Function called when the time of a gradient is over, with x as it was when it
             began.
@@ -36,9 +32,7 @@ class VirtualClock(Clock):
         counter: Counter of the bits and messages of each worker.
 
     Attributes:
-        now: Virtual seconds since the start.
         workers: The workers alive, by index.
-        order: Entries for event_log.write.
     """
 
     def __init__(
@@ -50,18 +44,14 @@ class VirtualClock(Clock):
         record: bool = False,
         counter: Counter | None = None,
     ):
-        super().__init__(make, compute, counter or Counter(scenario.n_workers))
-        self.scenario, self._models = scenario, models
-        self.now, self.record = 0.0, record
-        self.order: list[Entry] = []
+        super().__init__(scenario.absent, models, make, compute, counter)
+        self.scenario, self.record = scenario, record
         if record and scenario.elastic:
             self.order.append(Entry(0.0, "views", -1, -1, self._bits_of_view()))
         self._heap: list[tuple[float, int, int, list[Any]]] = []
         self._planned = 0
         self._resuming: set[int] = set()  # workers that wait and have a resumption planned
         self._stopped: dict[int, tuple[float, float]] = {}  # worker → begin and end of its stop
-        absent = scenario.absent
-        self._versions: View = tuple(int(i in absent) for i in range(scenario.n_workers))
         for deaths in scenario.deaths:
             self._plan(deaths.at, "die", deaths.worker)
         for join in scenario.joins:
@@ -69,13 +59,8 @@ class VirtualClock(Clock):
         for stop in scenario.stops:
             self._plan(stop.at, "stop", stop.worker, stop.seconds)
         for index in range(scenario.n_workers):
-            if index not in absent:
+            if index not in scenario.absent:
                 self._start(make(index, self._versions, 0))
-
-    @property
-    def progress(self) -> float:
-        """The mean number of steps of the workers alive."""
-        return sum(lives.worker.steps for lives in self._lives.values()) / len(self._lives)
 
     def run(self, steps: float) -> None:
         """Process events until `progress` is that number of steps or more."""
@@ -97,33 +82,8 @@ class VirtualClock(Clock):
         self.now, kind, _, values = heapq.heappop(self._heap)
         getattr(self, f"_{_KINDS[kind]}")(*values)
 
-    def unapplied(self, of: Callable[[Worker], Tensor] | None = None) -> Tensor:
-        """The sum of all u_ij that are applied at j's end but not at i's, by their effect at i.
-
-        The sum of the variables of all workers and of this is conserved, as long as no worker dies
-        and no message is lost at one end.
-
-        Args:
-            of: Function that returns variables of a worker, by default the models [D].
-        """
-        of = of or (lambda worker: worker.rule.x[0])
-        total: Tensor | float = 0.0
-        for i, worker in self.workers.items():
-            for j, edge in list(worker.edges.items()):
-                other = self.workers[j].edges.get(i) if j in self._lives else None
-                if edge.own is None or other is None or other.k <= edge.k:
-                    continue
-                parts = [m for m in (*edge.inbox.values(), *self._in_flight(j, i)) if m.k == edge.k]
-                if edge.own.part is None or parts[0].part is None:
-                    continue
-                with _undone(worker):
-                    worker.receive(j, parts[0])
-                    before = of(worker).clone()
-                    worker.apply(j)
-                    total = total + (of(worker) - before)
-        return torch.as_tensor(total)
-
-    def _in_flight(self, j: int, i: int) -> list[Message]:
+    def in_flight(self, j: int, i: int) -> list[Message]:
+        """The messages from j to i that are in flight."""
         arrivals = [values for _, kind, _, values in self._heap if _KINDS[kind] == "arrive"]
         return [message for a, b, message in arrivals if (a, b) == (j, i)]
 
@@ -173,7 +133,7 @@ class VirtualClock(Clock):
         for j, message in worker.take_outbox():
             assert message.part is not None
             of_view = self._bits_of_view() if scenario.elastic else 0
-            bits = 8 * message.part.numel() * message.part.element_size() + of_view
+            bits = 8 * message.part.nbytes + of_view
             self.counter.add(i, bits)
             arrival = self.now + scenario.delay(i, j, message.k, bits)
             if scenario.lost(i, j, message.k):
@@ -227,10 +187,7 @@ class VirtualClock(Clock):
 
     def _join(self, index: int) -> None:
         """A worker begins with the mean of its neighbors' models, and of their steps."""
-        self._versions = raised(self._versions, index)
-        joined, sources = begin_late(
-            index, -1, self._versions, self.workers, self._models, self._make, self.counter
-        )
+        joined, sources = self._joined(index)
         self._write("join", index, joined.steps)
         for j in sources:
             self._notice(j, list(joined.view))
@@ -278,16 +235,3 @@ class VirtualClock(Clock):
         self._lives = {}
         for index, saved in state["workers"].items():
             self._restore(index, saved)
-
-
-@contextmanager
-def _undone(worker: Worker) -> Iterator[None]:
-    """A block whose changes of a worker are undone at its end."""
-    x, state = worker.rule.x.clone(), deepcopy(worker.state_dict())
-    late, log = set(worker.late), list(worker.log)
-    try:
-        yield
-    finally:
-        worker.rule.x.copy_(x)
-        worker.load_state_dict(state)
-        worker.late, worker.log = late, log

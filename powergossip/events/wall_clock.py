@@ -215,8 +215,7 @@ class WallClock(Clock):
             assert message.part is not None
             payload = packed(message, self.survives)
             of_view = bits_of_view(message.view) if self.survives else 0
-            of_part = 8 * message.part.numel() * message.part.element_size()
-            self.counter.add(self._rows[i], of_part + of_view)
+            self.counter.add(self._rows[i], 8 * message.part.nbytes + of_view)
             self.links.send(i, j, message.k, payload)
 
     def _receive(self) -> None:

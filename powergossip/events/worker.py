@@ -155,7 +155,9 @@ class Worker:
                 yield Action.POLL
                 while self.waiting_for():
                     yield Action.WAIT
-                self._apply_all()
+                for j, edge in sorted(self.edges.items()):
+                    if edge.complete:
+                        self.apply(j)
                 self.round += 1
                 if self.round < rounds:
                     self._start_all()
@@ -201,11 +203,6 @@ class Worker:
         for j in self._members.weights(self.view)[self.index]:
             if self.edges[j].own is None:
                 self.start(j)
-
-    def _apply_all(self) -> None:
-        for j, edge in sorted(self.edges.items()):
-            if edge.complete:
-                self.apply(j)
 
     def start(self, j: int) -> None:
         """Send the part of the next exchange with j."""

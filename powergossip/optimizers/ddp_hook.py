@@ -18,7 +18,7 @@ the backward pass, when parameters must not change, and are mixed in before the 
 """
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -106,8 +106,8 @@ class GossipState(Traffic):
         self._averaged.add(self._known)
         own = weakref.ref(self)
         network.checked_barrier_at_exit(processes, lambda: getattr(own(), "_steps", None))
-        optimizer.register_step_pre_hook(lambda *_: _finish(own, is_step=True))
-        optimizer.register_step_post_hook(lambda *_: _after_step(own))
+        optimizer.register_step_pre_hook(_weak(self._before_step))
+        optimizer.register_step_post_hook(_weak(self._after_step))
         _at_first_forward(own)
 
     def _parameters(self) -> list[Tensor]:
@@ -136,20 +136,18 @@ class GossipState(Traffic):
         if self._steps % self._local_steps == 0:
             self._averaged.start()
 
-    @property
-    def in_mean_model(self) -> bool:
-        """True while the parameters are the mean model."""
-        return self._averaged.in_mean
-
     def finish(self) -> None:
         """Mix, if a step is in flight: x ← G(x)."""
         self._averaged.finish()
 
-    def before_update(self) -> None:
-        """Announce the optimizer's update. See `Averaged`."""
+    def _before_step(self) -> None:
+        """Mix before the optimizer's update, and announce that."""
+        if self._averaged.in_mean:
+            raise RuntimeError("a step inside mean_model() would be lost; leave it first")
+        self.finish()
         self._averaged.before_update()
 
-    def after_update(self) -> None:
+    def _after_step(self) -> None:
         """Rescale the optimizer's update, if the averaging algorithm has weights."""
         self._averaged.after_update()
         self._averaged.move()
@@ -168,8 +166,7 @@ class GossipState(Traffic):
                 f"DDP would overwrite the buffer {names[0]} of all processes by that of process "
                 f"0; use DistributedDataParallel(…, {option}=False) with gossip_hook"
             )
-        own = weakref.ref(self)
-        module.register_forward_pre_hook(lambda *_: _finish(own))
+        module.register_forward_pre_hook(_weak(self.finish))
 
     @contextmanager
     def mean_model(self) -> Iterator[None]:
@@ -213,23 +210,17 @@ def gossip_hook(state: GossipState, bucket: dist.GradBucket) -> torch.futures.Fu
     return future
 
 
-@not_compiled
-def _finish(own: "weakref.ref[GossipState]", is_step: bool = False) -> None:
-    state = own()
-    if state is None:
-        return
-    if is_step and state.in_mean_model:
-        raise RuntimeError("a step inside mean_model() would be lost; leave it first")
-    state.finish()
-    if is_step:
-        state.before_update()
+def _weak(method: Callable[[], None]) -> Callable[..., None]:
+    """A hook that calls a method as long as its object lives."""
+    reference = weakref.WeakMethod(method)
 
+    @not_compiled
+    def hook(*_: Any) -> None:
+        found = reference()
+        if found is not None:
+            found()
 
-@not_compiled
-def _after_step(own: "weakref.ref[GossipState]") -> None:
-    state = own()
-    if state is not None:
-        state.after_update()
+    return hook
 
 
 def _at_first_forward(own: "weakref.ref[GossipState]") -> None:

@@ -44,7 +44,7 @@ from powergossip.optimizers.sharded_parameters import (
 )
 
 
-def _of_wrapped(name: str) -> Any:
+def _wrapped_attribute(name: str) -> Any:
     """An attribute of the wrapped optimizer."""
     return property(
         lambda self: getattr(self.wrapped, name),
@@ -214,9 +214,9 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
         return self._averaged.bits_inside
 
     # Attributes of the wrapped optimizer. Its load_state_dict replaces these objects.
-    param_groups = _of_wrapped("param_groups")
-    state = _of_wrapped("state")
-    defaults = _of_wrapped("defaults")
+    param_groups = _wrapped_attribute("param_groups")
+    state = _wrapped_attribute("state")
+    defaults = _wrapped_attribute("defaults")
 
     def __getattr__(self, name: str) -> Any:
         """Other public attributes of the wrapped optimizer, such as `train` and `eval` of a

@@ -155,7 +155,7 @@ class Gradients:
         if not self.parameters:
             raise ValueError("a shard has no rows of any parameter; use fewer shards")
 
-    def of_loop(self, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    def loop_gradients(self, optimizer: torch.optim.Optimizer) -> list[Tensor]:
         """Return the gradients p.grad, or their blocks, in the order of the parameters. Clear the
         gradients of frozen parameters.
 
@@ -292,12 +292,12 @@ class CompressedMean(Traffic, Aggregator):
         self._aggregation.at_learning_rate(*rates)
 
     def collect(self, optimizer: torch.optim.Optimizer) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the parameters, and their gradients as `Gradients.of_loop` does. Each has the
-        learning rate of its group.
+        """Return the parameters and `Gradients.loop_gradients`. Each has the learning rate of its
+        group.
 
         Raises ValueError for a momentum of the optimizer that does not fit the method's.
         """
-        parameters, gradients = self.flat.parameters, self.flat.of_loop(optimizer)
+        parameters, gradients = self.flat.parameters, self.flat.loop_gradients(optimizer)
         if self.owns_momentum:
             check_momentum(optimizer, *self.decay_momentum)
         rates: dict[int, float] = {}

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from powergossip import checks
 from powergossip.algorithms import plain
-from powergossip.algorithms.power_sgd import Aggregation, PowerSGDConfig
+from powergossip.algorithms.power_sgd import PowerSGDAggregation, PowerSGDConfig
 from powergossip.network import Network
 from powergossip.optimizers.checks import Params, check_same_everywhere
 from powergossip.optimizers.gradients import (
@@ -147,7 +147,7 @@ class PowerSGD(CompressedMean):
             dtypes=FLOATING_POINT,
             vectors_are_matrices=self._vectors_are_matrices,
         )
-        super().__init__(flat, Aggregation(flat.network, flat.layout, config, flat.dtype))
+        super().__init__(flat, PowerSGDAggregation(flat.network, flat.layout, config, flat.dtype))
         self.config = config
         dtype = flat.message_dtype(message_dtype)
         self._rounding = None if dtype is None else Rounding(dtype)

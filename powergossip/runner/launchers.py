@@ -78,6 +78,15 @@ class _Here:
             for process in self._running:
                 process.send_signal(self.stop)
 
+    def check(self) -> None:
+        """See `Launcher`. A launcher that needs no other program can always be used."""
+
+    def _run_by(self, starter: Sequence[str], job: Job) -> int:
+        """Run a job by mpirun or torchrun, or the command alone. They close inherited files, so
+        that each process takes the lock itself."""
+        locked = guard("locked", job.folder.resolve() / RUNNING) if starter else []
+        return self._run(job, [*starter, *job.command], [*starter, *locked, *job.command])
+
     def _run(self, job: Job, shown: Sequence[str], actual: Sequence[str]) -> int:
         """shown: the command in the log"""
         try:
@@ -150,10 +159,7 @@ class Mpirun(_Here):
             )
 
     def __call__(self, job: Job) -> int:
-        mpirun = mpirun_command(job.processes)
-        # mpirun closes inherited files, so each process takes the lock itself.
-        locked = guard("locked", job.folder.resolve() / RUNNING) if mpirun else []
-        return self._run(job, [*mpirun, *job.command], [*mpirun, *locked, *job.command])
+        return self._run_by(mpirun_command(job.processes), job)
 
 
 class Torchrun(_Here):
@@ -162,24 +168,16 @@ class Torchrun(_Here):
 
     stop = signal.SIGTERM
 
-    def check(self) -> None:
-        pass
-
     def __call__(self, job: Job) -> int:
         torchrun = []
         if job.processes > 1:
             torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
             torchrun += ["--nproc-per-node", str(job.processes), "--no-python"]
-        # torchrun closes inherited files, so each process takes the lock itself.
-        locked = guard("locked", job.folder.resolve() / RUNNING) if torchrun else []
-        return self._run(job, [*torchrun, *job.command], [*torchrun, *locked, *job.command])
+        return self._run_by(torchrun, job)
 
 
 class OneProcess(_Here):
     """n_workers=N at the end of the command, unless it has n_workers= itself. No MPI."""
-
-    def check(self) -> None:
-        pass
 
     def __call__(self, job: Job) -> int:
         given = any(argument.startswith("n_workers=") for argument in job.command)

@@ -90,14 +90,14 @@ class _Assignment:
     key: str
     value: Any
     source: Origin
-    prefix: str = ""  # of error messages: the file and the line
 
     @property
     def name(self) -> str:
         return self.key.partition(".")[0]
 
     def apply(self, config: DictConfig) -> None:
-        assign(config, self.key, self.value, self.prefix)
+        place = "" if self.source is COMMAND_LINE else f"{self.source.place}: "
+        assign(config, self.key, self.value, place)
 
 
 def read_command_line(
@@ -368,18 +368,19 @@ def _file_assignments(config: DictConfig, file: str) -> list[_Assignment]:
     beside_rows = path.name == CONFIG_FILE and (path.parent / metrics.FILE).exists()
     run_keys = {key for key in config if not str(key).startswith(OPTION)}
     saved = beside_rows or len(run_keys & content.keys()) > 0.9 * len(run_keys)
+    return _assignments(config, content, file, saved)
+
+
+def _assignments(
+    config: DictConfig, content: Mapping[Any, tuple[Any, int]], file: object, saved: bool
+) -> list[_Assignment]:
+    """The assignments of a file, key → (value, line). Those of a saved configuration leave out the
+    options of a script's own method, whose row has the values."""
     return [
-        _Assignment(
-            str(key), value, Origin(f"{file}, line {line}", not saved), f"{file}, line {line}: "
-        )
+        _Assignment(str(key), value, Origin(f"{file}, line {line}", not saved))
         for key, (value, line) in content.items()
-        if not (saved and _is_of_own_method(config, key))
+        if not saved or key in config or not str(key).startswith(OPTION)
     ]
-
-
-def _is_of_own_method(config: DictConfig, key: object) -> bool:
-    """True if a saved key is an option of a script's own method. Its row has the value."""
-    return key not in config and str(key).startswith(OPTION)
 
 
 def saved_values(folder: Path) -> dict[Any, tuple[Any, int]]:
@@ -403,14 +404,9 @@ def saved_values(folder: Path) -> dict[Any, tuple[Any, int]]:
 
 def _saved_assignments(config: DictConfig, folder: Path) -> list[_Assignment]:
     """The values of a run's config.yaml, for keys that have their defaults in `config`."""
-    changed_before, file = set_by_driver(config), folder / CONFIG_FILE
-    return [
-        _Assignment(
-            str(key), value, Origin(f"{file}, line {line}", False), f"{file}, line {line}: "
-        )
-        for key, (value, line) in saved_values(folder).items()
-        if key not in changed_before and not _is_of_own_method(config, key)
-    ]
+    changed_before = set_by_driver(config)
+    values = {k: v for k, v in saved_values(folder).items() if k not in changed_before}
+    return _assignments(config, values, folder / CONFIG_FILE, saved=True)
 
 
 def _after(config: DictConfig, assignments: Iterable[_Assignment]) -> DictConfig:

@@ -64,14 +64,15 @@ def figure(rows: "DataFrame", path: Path | str, metric: str = "accuracy") -> Non
         if (distance["value"] > 0).any():
             axes.set_yscale("log")
 
+    by, y = ("Accuracy by", "test accuracy (%)") if scale == 100 else ("By", f"test {metric}")
+    by_epoch = accuracy_by_epoch if len(mean) or len(workers) else None
+    by_size = accuracy_by_size if mean["bits"].max() > 0 else None
+    title = "Distance between the workers"
     _draw(
         path,
-        {
-            "accuracy": accuracy_by_epoch if len(mean) or len(workers) else None,
-            "size": accuracy_by_size if mean["bits"].max() > 0 else None,
-            "consensus": consensus if len(distance) else None,
-        },
-        _LABELS if metric == "accuracy" else _labels_of(metric),
+        (f"{by} epoch", "epoch", y, by_epoch),
+        (f"{by} data sent", "sent by worker 0 (MB)", y, by_size),
+        (title, "epoch", "consensus distance", consensus if len(distance) else None),
     )
 
 
@@ -114,18 +115,15 @@ def side_by_side(
         if log_y:
             axes.set_yscale("log")
 
-    columns = {"epoch": bands, "megabytes": sent, "seconds": bands}
+    def panel(column: str, title: str, x: str, bands: "Mapping[str, DataFrame]" = bands) -> "Panel":
+        some = any(map(len, bands.values()))
+        return title, x, y, partial(draw, bands, column) if some else None
+
     _draw(
         path,
-        {
-            column: partial(draw, found, column) if any(map(len, found.values())) else None
-            for column, found in columns.items()
-        },
-        {
-            "epoch": (f"By {step}", step, y),
-            "megabytes": ("By data sent", "sent by worker 0 (MB)", y),
-            "seconds": ("By time", "seconds", y),
-        },
+        panel("epoch", f"By {step}", step),
+        panel("megabytes", "By data sent", "sent by worker 0 (MB)", sent),
+        panel("seconds", "By time", "seconds"),
     )
 
 
@@ -174,7 +172,7 @@ def scatter(
         if log_y:
             axes.set_yscale("log")
 
-    _draw(path, {"points": draw if points else None}, {"points": ("", x, y)}, width=7.0)
+    _draw(path, ("", x, y, draw if points else None), width=7.0)
 
 
 def curves(
@@ -200,12 +198,10 @@ def curves(
         if log_y:
             axes.set_yscale("log")
 
-    _draw(
-        path,
-        {title: partial(draw, lines) if lines else None for title, lines in panels.items()},
-        {title: (title, x, y) for title in panels},
-        width=7.0 if len(panels) == 1 else 4.2,
-    )
+    drawn = [
+        (title, x, y, partial(draw, lines) if lines else None) for title, lines in panels.items()
+    ]
+    _draw(path, *drawn, width=7.0 if len(panels) == 1 else 4.2)
 
 
 def consensus_figure(rows: "DataFrame", path: Path | str) -> None:
@@ -234,46 +230,25 @@ def consensus_figure(rows: "DataFrame", path: Path | str) -> None:
         if "value" in logarithmic:
             axes.set_yscale("log")
 
+    by_step, y = partial(error, against="epoch", scale=1), "squared distance to the mean"
+    by_size = partial(error, against="bits", scale=1e6) if some_positive("bits") else None
     _draw(
         path,
-        {
-            "error by step": lambda axes: error(axes, "epoch", 1),
-            "error by size": (lambda axes: error(axes, "bits", 1e6))
-            if some_positive("bits")
-            else None,
-        },
+        ("Error by step", "step", y, by_step),
+        ("Error by data sent", "sent by worker 0 (Mbit)", y, by_size),
     )
 
 
-_LABELS = {  # panel: title, x, y
-    "accuracy": ("Accuracy by epoch", "epoch", "test accuracy (%)"),
-    "size": ("Accuracy by data sent", "sent by worker 0 (MB)", "test accuracy (%)"),
-    "consensus": ("Distance between the workers", "epoch", "consensus distance"),
-    "error by step": ("Error by step", "step", "squared distance to the mean"),
-    "error by size": (
-        "Error by data sent",
-        "sent by worker 0 (Mbit)",
-        "squared distance to the mean",
-    ),
-}
+# Title, labels of x and y, and the function that draws, or None for a panel that is left out.
+Panel = tuple[str, str, str, "Callable[[Axes], None] | None"]
 
 
-def _labels_of(metric: str) -> Mapping[str, tuple[str, str, str]]:
-    """The labels of a training run with another metric than the accuracy."""
-    return {
-        **_LABELS,
-        "accuracy": ("By epoch", "epoch", f"test {metric}"),
-        "size": ("By data sent", "sent by worker 0 (MB)", f"test {metric}"),
-    }
+def _draw(path: Path | str, *panels: Panel, width: float = 4.2) -> None:
+    """Draw panels side by side, with a legend below, and write the file.
 
-
-def _draw(
-    path: Path | str,
-    panels: "Mapping[str, Callable[[Axes], None] | None]",
-    labels: Mapping[str, tuple[str, str, str]] = _LABELS,
-    width: float = 4.2,  # inches, of a panel
-) -> None:
-    """Draw the panels that are not None side by side, with a legend below, and write the file."""
+    Args:
+        width: Inches of a panel.
+    """
     from math import ceil
     from textwrap import fill
 
@@ -283,7 +258,7 @@ def _draw(
     from matplotlib.layout_engine import ConstrainedLayoutEngine
     from matplotlib.ticker import MaxNLocator
 
-    drawn = {panel: draw for panel, draw in panels.items() if draw is not None}
+    drawn = [(title, x, y, draw) for title, x, y, draw in panels if draw is not None]
     if not drawn:
         raise ValueError(f"nothing to draw in {path}: none of its rows is there")
     layout = ConstrainedLayoutEngine(wspace=0.06)
@@ -291,8 +266,7 @@ def _draw(
     figure = Figure(figsize=(0.6 + width * across, 3.9), layout=layout)
     FigureCanvasAgg(figure)
     all_axes = figure.subplots(1, across, squeeze=False).ravel()
-    for axes, (panel, draw) in zip(all_axes, drawn.items(), strict=True):
-        title, x, y = labels[panel]
+    for axes, (title, x, y, draw) in zip(all_axes, drawn, strict=True):
         axes.set_title(title, fontsize=11)
         axes.set_xlabel(x)
         axes.set_ylabel(fill(y, _LABEL).replace("$", r"\$"))

@@ -135,17 +135,13 @@ class Output:
         """Write the configuration and the first rows, to a new file: a process that was lost may
         have that before open, and append to it."""
         self._drafts.begin()
-        self._note_trackers()
+        if self._trackers.facts:
+            self._info[TRACKERS] = {**self._info.get(TRACKERS, {}), **self._trackers.facts}
         of_run = {key: _OF_COMMAND.get(str(key), value) for key, value in config.items()}
         text = OmegaConf.to_yaml(OmegaConf.create(of_run))
         self._drafts.replace(CONFIG_FILE, text.encode(), sync=True)
         self._drafts.replace(metrics.FILE, rows, sync=True)
         self.rows = metrics.MetricsLog(self.folder / metrics.FILE)
-
-    def _note_trackers(self) -> None:
-        """Add the identity of the run in each tracker to the information."""
-        if self._trackers.facts:
-            self._info[TRACKERS] = {**self._info.get(TRACKERS, {}), **self._trackers.facts}
 
     def offset(self) -> int:
         """The bytes of metrics.jsonl, which are on the disk. A removed file is written again."""

@@ -16,7 +16,7 @@ from powergossip.randomness import generator
 from powergossip.tasks import modules, task_options
 from powergossip.tasks.augmentation import Augmentation
 from powergossip.tasks.models import ARCHITECTURES, INITIALIZATIONS, NORMALIZATIONS, SHORTCUTS
-from powergossip.tasks.shards import NOBODY, Shards, held_out
+from powergossip.tasks.shards import NOBODY, Partition, held_out
 from powergossip.tasks.task import FIRST, NAMES, Batch, Split, TaskOptions
 from powergossip.trees import sha256
 
@@ -158,7 +158,7 @@ class ImageClassification(modules.ModelTask):
         augment: Augmentation | None = None,
         *,
         architectures: Mapping[str, Callable[..., nn.Module]] = ARCHITECTURES,
-        known_options: Mapping[str, task_options.Kind] = OPTIONS,
+        known_options: Mapping[str, task_options.Accepted] = OPTIONS,
     ) -> None:
         """Load the data onto the device.
 
@@ -180,7 +180,7 @@ class ImageClassification(modules.ModelTask):
             held = torch.from_numpy(held_out(train.labels, options.validation_ratio))
             splits |= {"train": train.where(~held), "valid": train.where(held)}
             train = splits["train"]
-        self._shards = Shards(train.labels, options)
+        self._shards = Partition(train.labels, options)
         self._options = options
         self._n_labels = n_labels
         built_in = modules.architectures(
@@ -222,7 +222,7 @@ class ImageClassification(modules.ModelTask):
         """The images and labels of a worker at a step of an epoch, 0 ≤ step < steps_per_epoch.
 
         Args:
-            lost: Workers whose samples the others have, see Shards.
+            lost: Workers whose samples the others have, see Partition.
         """
         assert 0 <= step < self.steps_per_epoch
         samples = self._samples(worker, epoch, step, lost)

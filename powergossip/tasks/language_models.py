@@ -10,6 +10,7 @@ import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -270,16 +271,11 @@ def rotated(x: Tensor) -> Tensor:
     return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
 
 
-def small_lstm(
-    shape: Shape, *, hidden_size: int = 128, num_layers: int = 1, dropout: float = 0.2
-) -> LSTM:
-    """An `LSTM` of a size for short texts."""
-    return LSTM(shape, hidden_size=hidden_size, num_layers=num_layers, dropout=dropout)
-
-
 ARCHITECTURES: dict[str, Callable[..., LanguageModel]] = {
     "LSTM": LSTM,
     "Transformer": Transformer,
     "GPT": GPT,
 }
-SMALL_ARCHITECTURES = ARCHITECTURES | {"LSTM": small_lstm}
+SMALL_ARCHITECTURES = ARCHITECTURES | {
+    "LSTM": partial(LSTM, hidden_size=128, num_layers=1, dropout=0.2)
+}

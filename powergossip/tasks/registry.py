@@ -4,8 +4,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from powergossip.tasks import (
     cifar,
     digits,
@@ -18,8 +16,6 @@ from powergossip.tasks import (
 )
 from powergossip.tasks.task import Task, TaskOptions
 from powergossip.tasks.user_functions import is_name
-
-CPU = torch.device("cpu")
 
 TASKS: dict[str, Callable[[TaskOptions], Task]] = {
     "Digits": digits.task,
@@ -74,22 +70,9 @@ def defaults(name: str) -> dict[str, Any]:
 def make(
     name: str,
     *,
-    n_workers: int,
-    batch_size: int,
-    seed: int,
-    decentralized: bool = False,
-    shuffled_ratio: float = 0.0,
-    reshuffle: bool = True,
     data_dir: str | Path | None = None,
-    download: bool = True,
-    device: torch.device = CPU,
-    dirichlet_alpha: float | None = None,
-    drop_last: bool = False,
-    task_options: Mapping[str, Any] = {},
-    validation_ratio: float = 0.0,
-    column: str | None = None,
-    data_processes: int = 0,
     architecture: str | None = None,
+    **options: Any,
 ) -> Task:
     """Build the task of this name, with its data loaded onto the device.
 
@@ -101,31 +84,9 @@ def make(
     `shuffled_ratio` above 0 with `decentralized`.
 
     Args:
-        batch_size: Number of samples of a batch of one worker.
-        seed: Seed of the partition of the samples and of their order.
-        decentralized: True if the partition is non-IID: the samples are sorted by label, and each
-            worker has a contiguous piece. The shards are fixed.
-        shuffled_ratio: Fraction of the sorted samples that is shuffled, in [0, 1].
-        reshuffle: True if samples are repartitioned every epoch. False: fixed shards. Without
-            effect on non-IID shards, which are fixed.
-        data_dir: The folder with the data files. None: the default places (see `data_files`). Tasks
-            on data from a library need none.
-        download: If True, data that are not in these places are downloaded.
-        dirichlet_alpha: Parameter α of non-IID shards: the label proportions of each worker are
-            sampled from Dirichlet(α·1). Small α: few labels per worker. The shards are fixed. None:
-            off.
-        drop_last: If True, the last, smaller batch of an epoch is skipped. False: it is used if
-            every worker has at least two samples for it.
-        task_options: Values of this task's options, by name. Missing options have their defaults.
-        validation_ratio: Fraction of the training data held out as the split "valid", in [0, 1): a
-            random sample of the images of each label, or the end of the training text. It is the
-            same for all workers and seeds, and in no worker's shard.
-        column: Column of non-IID shards: samples with the same value in this column belong to one
-            worker, which has one or several values. The shards are fixed. Only tasks of the user
-            have columns, and Text, whose column is topic.
-        data_processes: Number of processes that load the samples of a task of the user ahead of
-            time. 0: none.
+        data_dir: Folder with the data files, see `TaskOptions`.
         architecture: package.module:callable, a model of the user. Other names have no effect here.
+        options: n_workers, batch_size, seed and other fields of `TaskOptions`.
 
     Raises:
         ValueError: For an unknown name or option, an invalid value, sizes that do not match, a
@@ -133,37 +94,19 @@ def make(
     """
     if not is_name(name):
         _check_name(name)
-    if data_processes and name in _IN_LIBRARY:
+    processes = options.get("data_processes", 0)
+    if processes and name in _IN_LIBRARY:
         raise ValueError(
-            f"data_processes={data_processes}: use 0 with task={name}; it is for a task of your own"
+            f"data_processes={processes}: use 0 with task={name}; it is for a task of your own"
         )
     folder = None if data_dir is None else Path(data_dir).expanduser()
     if folder is not None and not folder.is_dir():
         raise ValueError(f"data_dir={data_dir}: use an existing folder, or leave data_dir empty")
-    options = TaskOptions(
-        task=name,
-        n_workers=n_workers,
-        batch_size=batch_size,
-        seed=seed,
-        decentralized=decentralized,
-        shuffled_ratio=shuffled_ratio,
-        reshuffle=reshuffle,
-        data_dir=folder,
-        download=download,
-        device=device,
-        dirichlet_alpha=dirichlet_alpha,
-        drop_last=drop_last,
-        task_options=dict(task_options),
-        validation_ratio=validation_ratio,
-        column=column,
-        data_processes=data_processes,
-        architecture=(
-            user_functions.find("task_architecture", str(architecture))
-            if is_name(architecture)
-            else None
-        ),
-    )
-    return user_task.make(options) if is_name(name) else TASKS[name](options)
+    own = None
+    if is_name(architecture):
+        own = user_functions.find("task_architecture", str(architecture))
+    found = TaskOptions(task=name, data_dir=folder, architecture=own, **options)
+    return user_task.make(found) if is_name(name) else TASKS[name](found)
 
 
 def is_in_library(name: str, architecture: str | None) -> bool:

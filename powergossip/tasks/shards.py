@@ -22,7 +22,7 @@ KEPT_ORDERS = 4  # workers may be in different epochs
 VALIDATION_SEED = 0  # of the held-out samples, fixed for all runs
 
 
-class Shards:
+class Partition:
     """A partition of the samples 0 … n−1 over the workers: each belongs to one worker per epoch.
 
     The sizes of shards differ by at most one, except in a partition by a column. The order of an

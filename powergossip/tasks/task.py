@@ -15,30 +15,61 @@ from powergossip.tasks.user_functions import Named
 Batch = tuple[Tensor, ...]
 Split = Literal["train", "valid", "test"]
 NAMES: Mapping[Split, str] = {"train": "training", "valid": "validation", "test": "test"}
+CPU = torch.device("cpu")
 FIRST = 8  # samples whose hash is compared between processes
 
 
 @dataclass(frozen=True)
 class TaskOptions:
-    """Options of all tasks. `tasks.make` documents each field."""
+    """Options of all tasks.
 
-    task: str  # its name in the registry
+    Attributes:
+        task: Name in the registry, or package.module:callable.
+        batch_size: Number of samples of a batch of one worker.
+        seed: Seed of the partition of the samples and of their order.
+        decentralized: True if the partition is non-IID: the samples are sorted by label, and each
+            worker has a contiguous piece. The shards are fixed.
+        shuffled_ratio: Fraction of the sorted samples that is shuffled, in [0, 1].
+        reshuffle: True if samples are repartitioned every epoch. False: fixed shards. Without
+            effect on non-IID shards, which are fixed.
+        data_dir: The folder with the data files. None: the default places (see `data_files`). Tasks
+            on data from a library need none.
+        download: If True, data that are not in these places are downloaded.
+        device: Device of the data and the models.
+        dirichlet_alpha: Parameter α of non-IID shards: the label proportions of each worker are
+            sampled from Dirichlet(α·1). Small α: few labels per worker. The shards are fixed. None:
+            off.
+        drop_last: If True, the last, smaller batch of an epoch is skipped. False: it is used if
+            every worker has at least two samples for it.
+        task_options: Values of this task's options, by name. Missing options have their defaults.
+        validation_ratio: Fraction of the training data held out as the split "valid", in [0, 1): a
+            random sample of the images of each label, or the end of the training text. It is the
+            same for all workers and seeds, and in no worker's shard.
+        column: Column of non-IID shards: samples with the same value in this column belong to one
+            worker, which has one or several values. The shards are fixed. Only tasks of the user
+            have columns, and Text, whose column is topic.
+        data_processes: Number of processes that load the samples of a task of the user ahead of
+            time. 0: none.
+        architecture: Model of the user.
+    """
+
+    task: str
     n_workers: int
-    batch_size: int  # per worker
+    batch_size: int
     seed: int
-    decentralized: bool
-    shuffled_ratio: float
-    reshuffle: bool
-    data_dir: Path | None
-    download: bool
-    device: torch.device
+    decentralized: bool = False
+    shuffled_ratio: float = 0.0
+    reshuffle: bool = True
+    data_dir: Path | None = None
+    download: bool = True
+    device: torch.device = CPU
     dirichlet_alpha: float | None = None
     drop_last: bool = False
     task_options: Mapping[str, Any] = field(default_factory=dict)
     validation_ratio: float = 0.0
     column: str | None = None
     data_processes: int = 0
-    architecture: Named | None = None  # of the user
+    architecture: Named | None = None
 
 
 @dataclass(frozen=True)

@@ -14,22 +14,22 @@ from powergossip.tasks.user_functions import Named
 
 
 @dataclass(frozen=True)
-class Kind:
+class Accepted:
     """The accepted values of an option."""
 
     accepts: Callable[[Any], bool]
     accepted: str  # in words
 
 
-def one_of(choices: Iterable[str]) -> Kind:
+def one_of(choices: Iterable[str]) -> Accepted:
     names = list(choices)
-    return Kind(lambda value: value in names, " or ".join(names))
+    return Accepted(lambda value: value in names, " or ".join(names))
 
 
-TEXT = Kind(lambda value: isinstance(value, str) and value != "", "a text that is not empty")
-FLAG = Kind(lambda value: type(value) is bool, "true or false")
-COUNT = Kind(lambda value: type(value) is int and value >= 1, "a whole number, 1 or more")
-FRACTION = Kind(
+TEXT = Accepted(lambda value: isinstance(value, str) and value != "", "a text that is not empty")
+FLAG = Accepted(lambda value: type(value) is bool, "true or false")
+COUNT = Accepted(lambda value: type(value) is int and value >= 1, "a whole number, 1 or more")
+FRACTION = Accepted(
     lambda value: type(value) in (int, float) and 0 <= value < 1, "a number from 0 to below 1"
 )
 
@@ -45,14 +45,14 @@ def _all(accepts: Callable[[Any], bool]) -> Callable[[Any], bool]:
     )
 
 
-NUMBERS = Kind(_all(lambda value: True), "a list of numbers")
-POSITIVE_NUMBERS = Kind(_all(lambda value: value > 0), "a list of numbers above 0")
+NUMBERS = Accepted(_all(lambda value: True), "a list of numbers")
+POSITIVE_NUMBERS = Accepted(_all(lambda value: value > 0), "a list of numbers above 0")
 
 
 def check(
     task: str,
     options: Mapping[str, Any],
-    known: Mapping[str, Kind],
+    known: Mapping[str, Accepted],
     architecture: Named | None = None,
     replaced: Collection[str] = (),
 ) -> None:

@@ -21,7 +21,7 @@ from powergossip.tasks import documents, modules, task_options, tokens
 from powergossip.tasks.language import MODEL_OPTIONS, LanguageTask
 from powergossip.tasks.language_models import SMALL_ARCHITECTURES, LanguageModel
 from powergossip.tasks.loading import on_device
-from powergossip.tasks.shards import NOBODY, Shards
+from powergossip.tasks.shards import NOBODY, Partition
 from powergossip.tasks.task import Batch, MainMetric, Split, Task, TaskOptions
 from powergossip.tasks.tokens import END, TokenFile
 
@@ -141,7 +141,7 @@ class Text(LanguageTask):
         if options.column not in (None, TOPIC):
             raise BadValue("decentralized_data_column", options.column, TOPIC)
         on_cpu = dataclasses.replace(options, device=torch.device("cpu"))
-        self._shards = Shards(self._topics, on_cpu, column)
+        self._shards = Partition(self._topics, on_cpu, column)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -188,7 +188,7 @@ class Text(LanguageTask):
         0 ≤ step < steps_per_epoch. The last entry is on the CPU.
 
         Args:
-            lost: Workers whose samples the others have, see Shards.
+            lost: Workers whose samples the others have, see Partition.
         """
         assert 0 <= step < self.steps_per_epoch
         size = self._options.batch_size

@@ -21,7 +21,7 @@ from powergossip.tasks import modules
 from powergossip.tasks.loading import Loader, Pending, Request, SampleSource, on_device
 from powergossip.tasks.losses import IGNORED_TARGET, Metric, default_loss
 from powergossip.tasks.sample_values import as_list, integers, sample_attribute
-from powergossip.tasks.shards import NOBODY, Shards, held_out
+from powergossip.tasks.shards import NOBODY, Partition, held_out
 from powergossip.tasks.task import FIRST, NAMES, MainMetric, Split, TaskOptions
 from powergossip.tasks.user_functions import Named, users_code
 from powergossip.trees import sha256
@@ -126,7 +126,9 @@ class DatasetTask(modules.ModelTask):
             column = [values[i] for i in kept.tolist()]
         unlabeled = torch.zeros(len(kept), dtype=torch.int64)
         on_cpu = replace(options, device=torch.device("cpu"))
-        self._shards = Shards(unlabeled if self._labels is None else self._labels, on_cpu, column)
+        self._shards = Partition(
+            unlabeled if self._labels is None else self._labels, on_cpu, column
+        )
         super().__init__(self._models(), options.device)
 
     # --- Data ---
@@ -231,7 +233,7 @@ class DatasetTask(modules.ModelTask):
         """The batch of a worker at a step of an epoch, 0 ≤ step < steps_per_epoch.
 
         Args:
-            lost: Workers whose samples the others have, see Shards.
+            lost: Workers whose samples the others have, see Partition.
         """
         assert 0 <= step < self.steps_per_epoch
         known, ahead = self._ahead.get(worker, (None, deque()))

@@ -136,7 +136,11 @@ def find(key: str, name: str) -> Named:
     try:
         found = functools.reduce(getattr, attribute.split("."), module)
     except AttributeError:
-        own = [n for n, v in vars(module).items() if _is_public(n) and _is_defined_in(module, v)]
+        own = [
+            n
+            for n, v in vars(module).items()
+            if not n.startswith("_") and callable(v) and getattr(v, "__module__", "") == module_name
+        ]
         names = difflib.get_close_matches(attribute, own, n=3) or own[:_MOST_NAMES]
         hint = f"use {' or '.join(names)}" if names else "it has no functions or classes"
         raise ValueError(f"{label}: {module_name} has no {attribute}; {hint}") from None
@@ -164,11 +168,3 @@ def _imported(name: str, label: str) -> ModuleType:
             f"{label}: there is no module {error.name} in {folder} and on Python's path; "
             "start in its folder, or add that to PYTHONPATH"
         ) from None
-
-
-def _is_public(name: str) -> bool:
-    return not name.startswith("_")
-
-
-def _is_defined_in(module: ModuleType, value: object) -> bool:
-    return callable(value) and getattr(value, "__module__", None) == module.__name__

@@ -18,7 +18,7 @@ from powergossip.training.execution import AtRest, Computation, Execution, Toget
 from powergossip.training.gradients import Gradients
 from powergossip.training.methods import check_method, make_method
 from powergossip.training.state import Parts
-from powergossip.training.task_check import check_first_batch, equalize, of_data, of_model
+from powergossip.training.task_check import check_first_batch, data_facts, equalize, model_facts
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def build(c: Settings, processes: Processes, task: tasks.Task | None) -> Built:
     c.task_architecture = c.task_architecture or next(iter(task.architectures), None)
     of_user = given is None and not tasks.is_in_library(c.task, c.task_architecture)
     with processes.agreed():
-        of_task = of_data(task) if several and given is None else {}
+        of_task = data_facts(task) if several and given is None else {}
     processes.check_same(of_task, OF_FILES)
     steps_per_epoch = min(task.steps_per_epoch, c.max_steps_per_epoch or task.steps_per_epoch)
     if c.local_steps > steps_per_epoch * c.num_epochs and not (processes.rank or c.evaluate_only):
@@ -89,7 +89,7 @@ def build(c: Settings, processes: Processes, task: tasks.Task | None) -> Built:
         if dtype != network.dtype:
             network = network.in_precision(dtype)
         check_spectrum_names(c, parameters)
-        of_models = of_model(models[0]) if several else {}
+        of_models = model_facts(models[0]) if several else {}
         if of_user and not c.evaluate_only:
             main, metrics = check_first_batch(task, c, network.workers[0], network.device)
             of_models |= {"the names of metrics": ", ".join(metrics)}

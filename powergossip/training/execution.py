@@ -54,11 +54,13 @@ class Execution:
         step: Step of the run, so far.
         watch: Stopwatch with the seconds of the run, of the real clock.
         parts: Parts with their own state, by their names in a checkpoint.
+        run: Parts of a run that trains.
         local, rule: The local optimizer and the learning rule of all hosted workers, or None.
         time_is_virtual: True if `seconds` are not the real clock's.
     """
 
     time_is_virtual = False
+    run: Computation
     rule: Any = None
     local: Any = None
 
@@ -105,7 +107,14 @@ class Execution:
 
     def epoch(self, position: Position, signals: Signals) -> Iterator[Moment]:
         """Train from this position to the end of its epoch. Raises Diverged, in all processes."""
-        raise NotImplementedError
+        epoch, first, sums = position
+        for step in range(first, self.run.steps_per_epoch):
+            sums = _added(sums, self.train_step(epoch, step))
+            ends = step + 1 == self.run.steps_per_epoch
+            number = self.run.agreement.between_steps(
+                self.step, epoch + 1, ends, self.view, signals.received
+            )
+            yield Moment(Position(epoch, step + 1, sums), number)
 
     def end_epoch(self, epoch: int) -> None:
         """Record the end of this number of epochs, after the evaluation."""
@@ -136,12 +145,7 @@ class AtRest(Execution):
 
 
 class Together(Execution):
-    """All workers take each step together.
-
-    Attributes:
-        local, rule: The local optimizer and the learning rule of all hosted workers.
-        run: Parts of the run.
-    """
+    """All workers take each step together."""
 
     def __init__(self, run: Computation, method: Learner):
         super().__init__(AliveWorkers(run.network, run.parameters))
@@ -152,16 +156,6 @@ class Together(Execution):
     @property
     def codes(self) -> Sequence[DifferenceCode]:
         return getattr(self.rule, "codes", [])
-
-    def epoch(self, position: Position, signals: Signals) -> Iterator[Moment]:
-        epoch, first, sums = position
-        for step in range(first, self.run.steps_per_epoch):
-            sums = added(sums, self.train_step(epoch, step))
-            ends = step + 1 == self.run.steps_per_epoch
-            number = self.run.agreement.between_steps(
-                self.step, epoch + 1, ends, self.view, signals.received
-            )
-            yield Moment(Position(epoch, step + 1, sums), number)
 
     def train_step(self, epoch: int, step: int) -> dict[str, Tensor]:
         per_epoch = self.run.steps_per_epoch
@@ -178,7 +172,7 @@ class Together(Execution):
         return self.run.gradients(epoch, step, self.step)
 
 
-def added(sums: Mapping[str, Tensor], metrics: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _added(sums: Mapping[str, Tensor], metrics: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Sums of metrics, with another step's added."""
     new = {k: sums[k] + values if k in sums else values for k, values in metrics.items()}
     return {**sums, **new}

@@ -105,13 +105,13 @@ def make_method(
 ) -> Learner:
     """Build the local optimizer and the learning rule. Raises ValueError."""
     if c.optimizer in aggregation.AGGREGATIONS:
-        return _of_compressed_gradients(c, network, parameters)
+        return _gradient_learner(c, network, parameters)
     if c.optimizer in torch_powersgd.HOOKS:
-        return _of_hook(c, network, parameters, steps_per_epoch)
-    return _of_gossip_rule(c, network, parameters)
+        return _hook_learner(c, network, parameters, steps_per_epoch)
+    return _gossip_learner(c, network, parameters)
 
 
-def _of_hook(
+def _hook_learner(
     c: Settings, network: Network, parameters: Parameters, steps_per_epoch: int
 ) -> Learner:
     """Build one of PyTorch's hooks, a row of torch_powersgd.HOOKS."""
@@ -132,7 +132,7 @@ def _of_hook(
     return Learner(local, rule, _constant)
 
 
-def _of_compressed_gradients(c: Settings, network: Network, parameters: Parameters) -> Learner:
+def _gradient_learner(c: Settings, network: Network, parameters: Parameters) -> Learner:
     """Build the mean of compressed gradients, one of aggregation.AGGREGATIONS."""
     aggregate = _make_aggregation(c, network, parameters.layout)
     local = LocalOptimizer(parameters, c, 0.0 if aggregate.owns_momentum else None)
@@ -164,7 +164,7 @@ def _of_compressed_gradients(c: Settings, network: Network, parameters: Paramete
     return Learner(local, rule, follow)
 
 
-def _of_gossip_rule(c: Settings, network: Network, parameters: Parameters) -> Learner:
+def _gossip_learner(c: Settings, network: Network, parameters: Parameters) -> Learner:
     """Build a rule of learning.LEARNING."""
     local = local_optimizer(c, parameters)
     averaging = partial(make_averaging, c, network)
@@ -193,11 +193,13 @@ def _constant(epoch: float) -> None:
 def _guided_start(c: Settings, steps_per_epoch: int) -> int:
     """The first compressed step of PyTorch's hooks for the run as it is planned now.
 
-    A resumed run keeps its checkpoint's. With a warm-up factor of 1 there is no warm-up.
+    max(2, steps of the warm-up, 10 % of the steps of a run): PyTorch's guidance, from the
+    documentation of PowerSGDState. A resumed run keeps its checkpoint's. With a warm-up factor of 1
+    there is no warm-up.
     """
     epochs = c.distributed_lr_warmup_epoch if c.distributed_lr_warmup_factor != 1 else 0
-    steps = ceil(min(epochs, c.num_epochs) * steps_per_epoch)
-    return torch_powersgd.guided_start(c.num_epochs * steps_per_epoch, steps)
+    warm_up = ceil(min(epochs, c.num_epochs) * steps_per_epoch)
+    return max(2, warm_up, ceil(c.num_epochs * steps_per_epoch / 10))
 
 
 def diffusion_rate(c: Settings, topology: Topology, layout: Layout) -> float | None:

@@ -35,7 +35,7 @@ TAKEN = {
 }
 
 
-def of_data(task: Task) -> dict[str, Any]:
+def data_facts(task: Task) -> dict[str, Any]:
     """Facts about the data that are equal in all processes."""
     return {
         "the numbers of steps in an epoch": task.steps_per_epoch,
@@ -45,7 +45,7 @@ def of_data(task: Task) -> dict[str, Any]:
     }
 
 
-def of_model(model: nn.Module) -> dict[str, Any]:
+def model_facts(model: nn.Module) -> dict[str, Any]:
     """Facts about a model that are equal in all processes."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     found: dict[str, Any] = {"the numbers of tensors in the model": len(tensors)}

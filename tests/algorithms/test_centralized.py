@@ -318,10 +318,7 @@ def test_the_layout_of_processes_does_not_change_the_results() -> None:
 
 
 def test_divergence_stays_visible() -> None:
-    """But for DeMo: PyTorch's sign of NaN is 0."""
     for name, options in ROWS:
-        if name == "demo":
-            continue
         for bad in (torch.nan, torch.inf):
             run = Run(name, options, 3)
             assert not run.step(1, bad).isfinite().all(), (name, options)

@@ -174,7 +174,7 @@ def test_defaults_are_nearly_as_fast_as_the_best_rates() -> None:
 
 
 def default(compressor: Any, topology: Topology = RING, layout: Layout = LAYOUT) -> Any:
-    return algorithms.rates.of_choco(topology, layout, compressor)
+    return algorithms.rates.default_choco_rate(topology, layout, compressor)
 
 
 def test_the_rule_by_hand() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from powergossip import topologies
 from powergossip.algorithms import power_sgd_reference
-from powergossip.algorithms.power_sgd import Aggregation, PowerSGDConfig, orthonormalize
+from powergossip.algorithms.power_sgd import PowerSGDAggregation, PowerSGDConfig, orthonormalize
 from powergossip.errors import BadInput
 from powergossip.network import Network, Processes, processes
 from powergossip.optimizers import (
@@ -35,7 +35,7 @@ AT_ONCE = PowerSGDConfig(
 
 def aggregation(
     n_workers: int, shapes: Any = SHAPES, **options: Any
-) -> tuple[Network, Aggregation]:
+) -> tuple[Network, PowerSGDAggregation]:
     """An aggregation that compresses every matrix from the first step on."""
     defaults = {
         "rank": 1,
@@ -44,7 +44,9 @@ def aggregation(
         "start_compressing_after_num_steps": 0,
     }
     network = Network(topologies.make("ring", n_workers), Processes())
-    return network, Aggregation(network, Layout(shapes), PowerSGDConfig(**defaults | options))
+    return network, PowerSGDAggregation(
+        network, Layout(shapes), PowerSGDConfig(**defaults | options)
+    )
 
 
 @pytest.mark.parametrize(("shape", "rank"), [((12, 9), 1), ((9, 12), 3)])

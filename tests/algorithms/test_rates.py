@@ -190,7 +190,7 @@ def test_the_theorem_holds() -> None:
 def test_errors_of_unbiased_quantization_shrink(levels: int) -> None:
     """The condition of QSGD.stable_rate, on a ring. Larger rates would break it."""
     qsgd = QSGD(levels, unbiased=True)
-    rate: Any = rates.of_choco(topologies.make("ring", 8), LAYOUT, qsgd)
+    rate: Any = rates.default_choco_rate(topologies.make("ring", 8), LAYOUT, qsgd)
     copy_rate: Any = rates.copy_rate(qsgd)
     for size in (1, 10, 100, 1000, 10**4, 10**6, 10**9):
         variance = qsgd.variance_bound(size)

@@ -9,7 +9,7 @@ import torch
 from powergossip.algorithms.learning import A2CiD2, Acceleration, acceleration
 from powergossip.events.virtual_clock import VirtualClock
 from tests.harness.averaging import graph
-from tests.harness.exchanging import LATE, learning_clock, start
+from tests.harness.exchanging import LATE, learning_clock, start, sum_of_unapplied
 from tests.harness.quadratics import Quadratics
 
 
@@ -72,7 +72,7 @@ def test_the_sum_of_both_copies_is_conserved_at_all_times():
             rules: Any = [worker.rule for worker in run.workers.values()]
             assert isinstance(rules[0], A2CiD2)
             second = torch.cat([rule.second for rule in rules])
-            unapplied = (1 + ratio) * run.unapplied()
+            unapplied = (1 + ratio) * sum_of_unapplied(run)
             moved = max(moved, float(unapplied.abs().max()))
             apart = max(apart, float((second - problem.x).sum(0).abs().max()))
             now = (problem.x + second).sum(0) + unapplied

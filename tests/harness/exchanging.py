@@ -169,3 +169,33 @@ def settled(worker: Worker, updated: bool | None = None) -> Tensor:
     rule.x.copy_(x)
     rule.load_variables(state)
     return found[0].double()
+
+
+def sum_of_unapplied(
+    clock: VirtualClock, variables: Callable[[Worker], Tensor] = lambda worker: worker.rule.x[0]
+) -> Tensor:
+    """The sum of all u_ij that are applied at j's end but not at i's, by their effect at i on some
+    variables of a worker.
+
+    The sum of the variables of all workers and of this is conserved, as long as no worker dies and
+    no message is lost at one end.
+    """
+    total, workers = torch.zeros(()), clock.workers
+    for i, worker in workers.items():
+        for j, edge in list(worker.edges.items()):
+            other = workers[j].edges.get(i) if j in workers else None
+            if edge.own is None or other is None or other.k <= edge.k:
+                continue
+            parts = [m for m in (*edge.inbox.values(), *clock.in_flight(j, i)) if m.k == edge.k]
+            if edge.own.part is None or parts[0].part is None:
+                continue
+            x, state = worker.rule.x.clone(), copy.deepcopy(worker.state_dict())
+            late, log = set(worker.late), list(worker.log)
+            worker.receive(j, parts[0])
+            before = variables(worker).clone()
+            worker.apply(j)
+            total = total + (variables(worker) - before)
+            worker.rule.x.copy_(x)
+            worker.load_state_dict(state)
+            worker.late, worker.log = late, log
+    return total

@@ -39,7 +39,7 @@ from powergossip.runs.checkpoints import Checkpoints
 from powergossip.training.asynchronous import OnVirtualClock
 from powergossip.training.config_checks import checked
 from powergossip.training.trainer import Trainer
-from tests.harness.exchanging import settled
+from tests.harness.exchanging import settled, sum_of_unapplied
 from tests.harness.fuzz_cases import Case, Fault, require
 from tests.harness.training import recording
 
@@ -184,7 +184,7 @@ class _Laws:
             return
         variables = [settled(worker) for worker in workers.values()]
         self._largest = max(self._largest, *(float(x.abs().max()) for x in variables))
-        unapplied = self._clock.unapplied(settled)
+        unapplied = sum_of_unapplied(self._clock, settled)
         total = sum(variables) + unapplied - self._moved.total
         if view != self._view:
             self._view, self._sum = view, total

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from PIL import Image
 
 from powergossip import tasks
@@ -15,19 +14,8 @@ from powergossip.tasks.task import TaskOptions
 
 
 def options(**changes: Any) -> TaskOptions:
-    defaults: dict[str, Any] = {
-        "task": "",
-        "n_workers": 4,
-        "batch_size": 8,
-        "seed": 1,
-        "decentralized": False,
-        "shuffled_ratio": 0.0,
-        "reshuffle": True,
-        "data_dir": None,
-        "download": False,
-        "device": torch.device("cpu"),
-    }
-    return TaskOptions(**(defaults | changes))
+    defaults: dict[str, Any] = {"task": "", "n_workers": 4, "batch_size": 8, "seed": 1}
+    return TaskOptions(**(defaults | {"download": False} | changes))
 
 
 def idx_bytes(array: np.ndarray, magic: tuple[int, ...] | None = None) -> bytes:

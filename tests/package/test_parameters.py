@@ -67,6 +67,11 @@ def test_matrices_of_a_shape_are_one_batch_for_one_worker() -> None:
     assert batch.shape == (3, 4, 3)
 
 
+def test_a_negative_size_is_rejected() -> None:
+    with pytest.raises(ValueError, match=r"shape=\(3, -1\): use sizes of 0 or more"):
+        Layout([(2, 2), (3, -1)])
+
+
 def test_vectors_follow_and_what_is_not_decayed_comes_last() -> None:
     layout = Layout([(3,), (2, 2), (4,), (5,)], decayed=[False, True, True, True])
     assert layout.starts == [4 + 9, 0, 4, 8]

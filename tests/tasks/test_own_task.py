@@ -30,7 +30,7 @@ from powergossip.randomness import generator
 from powergossip.runs import metrics
 from powergossip.tasks import Datasets, DatasetTask, losses, user_functions
 from powergossip.tasks.loading import Loader, Request, SampleSource
-from powergossip.tasks.shards import Shards, by_group
+from powergossip.tasks.shards import Partition, by_group
 from powergossip.tasks.user_functions import UserCodeError
 from powergossip.training import recorder
 from powergossip.training.execution import Together
@@ -326,7 +326,7 @@ def test_groups_of_a_column_stay_together(n_groups: int) -> None:
     column = [f"client {i % n_groups}" for i in range(N)]
     given = options(column="client", batch_size=4)
     first, again, other = (
-        Shards(torch.zeros(N), replace(given, seed=seed), column).indices for seed in (1, 1, 2)
+        Partition(torch.zeros(N), replace(given, seed=seed), column).indices for seed in (1, 1, 2)
     )
     held = [first(worker, 3).tolist() for worker in range(4)]
     assert sorted(itertools.chain(*held)) == list(range(N))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from powergossip import tasks
 from powergossip.randomness import generator
-from powergossip.tasks.shards import Shards, apportion, bounds, skewed_by_label, sorted_by_label
+from powergossip.tasks.shards import Partition, apportion, bounds, skewed_by_label, sorted_by_label
 from tests.harness.small_data import options
 
 N_SAMPLES = 103  # a prime, so that nothing divides it
@@ -24,9 +24,9 @@ SPLITS: list[dict[str, Any]] = [
 ]
 
 
-def shards(labels: Tensor | None = None, **changes: Any) -> Shards:
+def shards(labels: Tensor | None = None, **changes: Any) -> Partition:
     labels = torch.arange(N_SAMPLES) % 10 if labels is None else labels
-    return Shards(labels, options(**changes))
+    return Partition(labels, options(**changes))
 
 
 # The samples of each worker.

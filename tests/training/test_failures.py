@@ -26,6 +26,7 @@ import train
 from powergossip import errors
 from powergossip.algorithms import AVERAGING, torch_powersgd
 from powergossip.algorithms.aggregation import AGGREGATIONS
+from powergossip.algorithms.learning import LEARNING
 from powergossip.compressors import COMPRESSORS
 from powergossip.network import Processes, processes
 from powergossip.runs import configuration, metrics
@@ -35,9 +36,11 @@ from powergossip.tasks.images import ImageClassification
 from powergossip.training import ending
 from powergossip.training.config_checks import checked
 from powergossip.training.execution import Together
+from powergossip.training.local_optimizers import LOCAL_OPTIMIZERS
 from powergossip.training.trainer import Trainer
 from tests.harness import launch
 from tests.harness.checkpoints import entry_of
+from tests.harness.training import trained
 
 TINY = ["task_architecture=MLP", "num_epochs=1", "log_verbosity=0"]
 
@@ -191,6 +194,39 @@ def test_a_loss_that_is_nan_in_one_process_ends_all(
     with pytest.raises(train.Diverged, match=r"worker 1's loss is nan at step 3 \(epoch 1\)"):
         Trainer(checked(config, comm), comm).train()  # type: ignore[arg-type]
     assert len(calls) == 9
+
+
+@pytest.mark.long
+def test_a_gradient_that_is_not_finite_is_reported_with_every_method(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where the losses are finite, the parameters show it at the end of the epoch."""
+    loss, bad = ImageClassification.loss, torch.nan
+
+    def spoiled(self: Any, model: Any, batch: Any) -> Any:
+        value, metrics = loss(self, model, batch)
+        value.register_hook(lambda gradient: gradient * bad)
+        return value, metrics
+
+    monkeypatch.setattr(ImageClassification, "loss", spoiled)
+    methods: list[dict[str, Any]] = [
+        *({"optimizer": name} for name in (*AVERAGING, *AGGREGATIONS)),
+        *({"optimizer": name, "n_workers": 1} for name in torch_powersgd.HOOKS),
+        *(
+            {"optimizer": "choco" if rule in ("beer", "motef") else "dpsgd", "learning": rule}
+            for rule in LEARNING
+        ),
+        *({"optimizer": "dpsgd", "local_optimizer": name} for name in LOCAL_OPTIMIZERS),
+    ]
+    for method in methods:
+        topology = "chain" if method.get("learning") == "relay-sgd" else "ring"
+        for bad in (torch.nan, torch.inf):
+            found = "none"
+            try:
+                trained(**{"n_workers": 2} | method, max_steps_per_epoch=1, topology=topology)
+            except train.Diverged as error:
+                found = str(error)
+            assert re.search(r"worker \d's .* (nan|inf) at step 1 ", found), (method, bad, found)
 
 
 def test_the_first_divergence_counts_and_spoils_no_row_or_checkpoint(

@@ -15,11 +15,6 @@ _LEAST_RATE = 1e-8  # by which a displacement is divided
 _RESTART = 10.0  # times the learning rate of the step before, or more
 
 
-def has_moved(rate: float) -> bool:
-    """True if gradients contribute to the displacement of a step with this learning rate."""
-    return rate >= _LEAST_RATE
-
-
 def restart(before: float, rate: float) -> float:
     """The factor of m if the learning rate was `before` in the last step, or 0 in the first one.
 
@@ -164,6 +159,6 @@ class QuasiGlobalMomentum(_QuasiGlobal):
             g.copy_(tilde)
 
     def settle(self) -> None:
-        if has_moved(self._local.rate):
+        if self._local.rate >= _LEAST_RATE:  # gradients contribute to the displacement
             self._rate, beta = self._local.rate, self._momentum
             self._m.mul_(beta).add_(self._before.sub_(self._x), alpha=(1 - beta) / self._rate)

@@ -10,7 +10,6 @@ from powergossip.events import averaging, scenario
 from powergossip.events.members import Members
 from powergossip.network import Losses, Network
 from powergossip.parameters import Layout
-from powergossip.topologies import Topology
 from powergossip.training.config import Settings
 from powergossip.training.config_checks import errors_name_keys
 
@@ -52,13 +51,6 @@ def late_options(c: Settings) -> dict[str, Any]:
         return {}
     by_default = getattr(AVERAGING[c.optimizer], "dual_rate", 1.0)
     return {"dual_rate": float(by_default / (1 + 2 * delay_of(c)))}
-
-
-def acceleration_of(
-    c: Settings, options: Mapping[str, Any], topology: Topology
-) -> learning.Acceleration:
-    """The constants of gossip=a2cid2. options: of the averaging rule, resolved."""
-    return learning.acceleration(topology, options["diffusion_rate"], delay_of(c))
 
 
 def resolved(c: Settings, options: Mapping[str, Any], network: Network) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from powergossip.network.resilient.links import Links
 from powergossip.runs.signals import Signals
 from powergossip.training.asynchronous.rows import SharedRows
 from powergossip.training.asynchronous.workers import EdgeWorkers, as_bytes, from_bytes
-from powergossip.training.execution import Computation, Execution, added
+from powergossip.training.execution import Computation, Execution
 from powergossip.training.live_models import AliveWorkers
 from powergossip.training.measurements import Hooks, Rows
 from powergossip.training.position import Moment, Position
@@ -27,7 +27,9 @@ ORDER = "order.jsonl"  # in the folder of a run
 
 def lines_of(run: Computation) -> list[event_log.Entry]:
     """The lines that tell a run from others, in the file of its events."""
-    return event_log.of_run(run.config.n_workers, run.steps_per_epoch, run.network.topology.edges)
+    return event_log.run_entries(
+        run.config.n_workers, run.steps_per_epoch, run.network.topology.edges
+    )
 
 
 class OnVirtualClock(Execution):
@@ -58,16 +60,6 @@ class OnVirtualClock(Execution):
             self._file = folder / ORDER
             self._file.unlink(missing_ok=True)
             event_log.write(self._file, lines_of(self.run))
-
-    def epoch(self, position: Position, signals: Signals) -> Iterator[Moment]:
-        epoch, first, sums = position
-        per_epoch = self.workers.steps_per_epoch
-        for step in range(first, per_epoch):
-            sums = added(sums, self.train_step(epoch, step))
-            number = self.run.agreement.between_steps(
-                self.step, epoch + 1, step + 1 == per_epoch, self.view, signals.received
-            )
-            yield Moment(Position(epoch, step + 1, sums), number)
 
     def train_step(self, epoch: int, step: int) -> dict[str, Tensor]:
         """Train until the workers alive have taken one more step on average.

@@ -13,12 +13,7 @@ from powergossip.events import averaging
 from powergossip.events.members import Members, View, dead
 from powergossip.events.worker import Policy, Worker
 from powergossip.parameters import Layout, Parameters
-from powergossip.training.asynchronous.edge_options import (
-    acceleration_of,
-    delay_of,
-    late_options,
-    resolved,
-)
+from powergossip.training.asynchronous.edge_options import delay_of, late_options, resolved
 from powergossip.training.execution import Computation
 from powergossip.training.local_optimizers import LocalOptimizer
 from powergossip.training.methods import learning_rule, local_optimizer
@@ -97,7 +92,8 @@ class EdgeWorkers:
             self._network, self._averaging, row, local, local.coupled_decay, c.gradient_clipping
         )
         if accelerated is not None:
-            constants = acceleration_of(c, self._options, self._network.topology)
+            rate = self._options["diffusion_rate"]
+            constants = learning.acceleration(self._network.topology, rate, delay_of(c))
             return accelerated(workers, acceleration=constants)
         rule = learning_rule(c, workers, **late_options(c))
         rule.begin_after(steps)
