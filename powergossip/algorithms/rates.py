@@ -1,5 +1,7 @@
 """Diffusion rates γ: the best one, the largest one that converges, rates of compressed messages.
 
+The defaults of the methods are in registry.py, `default_rate`.
+
 Symbols: W the mixing matrix, λ_2 ≤ … ≤ λ_max the non-zero eigenvalues of I − W.
 """
 

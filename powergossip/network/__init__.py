@@ -29,14 +29,7 @@ on the layout of workers over processes.
 
 from powergossip.exits import report
 from powergossip.network.checked_barrier import checked_barrier, checked_barrier_at_exit
-from powergossip.network.launch import (
-    BACKENDS,
-    processes,
-    processes_of,
-    processes_of_replicas,
-)
-from powergossip.network.lost_messages import Losses
-from powergossip.network.message_types import (
+from powergossip.network.conversation import (
     Conversation,
     Gather,
     Mean,
@@ -45,6 +38,13 @@ from powergossip.network.message_types import (
     ToEach,
     together,
 )
+from powergossip.network.launch import (
+    BACKENDS,
+    processes,
+    processes_of,
+    processes_of_replicas,
+)
+from powergossip.network.lost_messages import Losses
 from powergossip.network.mpi import cuda_aware_mpi
 from powergossip.network.network import Exchange, Network, Slots, hosted_workers
 from powergossip.network.processes import (

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from powergossip.network.conversation import Conversation, Message, ToEach, mapped
 from powergossip.network.edges import Edges
-from powergossip.network.message_types import Conversation, Message, ToEach, mapped
 
 Lost = Callable[[int, int, int], bool]  # (source, destination, step)
 

@@ -13,11 +13,11 @@ from torch import Tensor
 from powergossip import checks
 from powergossip.network import launch
 from powergossip.network.collectives import Gathering, Reduction, all_reduce_cost
+from powergossip.network.conversation import Conversation, Gather, Mean, Message, ToAll, ToEach
 from powergossip.network.counter import Counter
 from powergossip.network.device_channel import Connection
 from powergossip.network.edges import Edges
 from powergossip.network.lost_messages import Losses
-from powergossip.network.message_types import Conversation, Gather, Mean, Message, ToAll, ToEach
 from powergossip.network.posting import Delivery, Transport
 from powergossip.network.processes import Channel, Processes
 from powergossip.network.rows import Shared

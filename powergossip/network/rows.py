@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from powergossip.network.message_types import ToAll
+from powergossip.network.conversation import ToAll
 
 _AT_ONCE = {"cpu": 2**17, "cuda": 2**26}  # elements of a block
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from powergossip import checks
 from powergossip.network import Conversation, Gather, Message
-from powergossip.network.message_types import mapped
+from powergossip.network.conversation import mapped
 from powergossip.network.rows import Rows
 from powergossip.tensor_cache import TensorCache
 

@@ -12,8 +12,9 @@ A step of a rule consists of `start()`, the gradients, and `finish()`::
     gossip_rule.py      the base of the following, and D-PSGD's step in it
     dpsgd.py            D-PSGD: models are averaged
     quasi_global.py     quasi-global momentum
-    tracking.py         gradient tracking, normalized, and over CHOCO-Gossip: BEER, MoTEF
-    local_tracking.py   K-GT, momentum tracking
+    tracking.py         gradient tracking, normalized, and over CHOCO-Gossip: BEER, MoTEF; momentum
+                        tracking
+    k_gt.py             K-GT: gradient tracking over local steps
     outer.py            outer optimizers of language models: DiLoCo, GASLoC, NoLoCo
     outer_stability.py  diffusion rates that keep momentum stable
     exact_diffusion.py  exact diffusion, over CHOCO-Gossip: LEAD, CEDAS
@@ -45,7 +46,7 @@ from powergossip.algorithms.learning.interface import (
     Learning,
     LocalStep,
 )
-from powergossip.algorithms.learning.local_tracking import KGT, MomentumTracking
+from powergossip.algorithms.learning.k_gt import KGT
 from powergossip.algorithms.learning.outer import DiLoCo, GASLoC, NoLoCo
 from powergossip.algorithms.learning.quasi_global import QuasiGlobalAdam, QuasiGlobalMomentum
 from powergossip.algorithms.learning.registry import (
@@ -70,6 +71,7 @@ from powergossip.algorithms.learning.relay import RelaySGD
 from powergossip.algorithms.learning.tracking import (
     BEER,
     GradientTracking,
+    MomentumTracking,
     MoTEF,
     NormalizedGradientTracking,
 )

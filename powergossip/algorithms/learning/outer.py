@@ -52,7 +52,7 @@ from powergossip.algorithms.learning.gossip_rule import (
 from powergossip.algorithms.plain import ExactMean
 from powergossip.algorithms.quantized_mean import QuantizedMean
 from powergossip.network import Conversation, Network, together
-from powergossip.network.message_types import mapped
+from powergossip.network.conversation import mapped
 from powergossip.parameters import Layout
 from powergossip.topologies import Topology
 

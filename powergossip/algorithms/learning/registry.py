@@ -19,13 +19,14 @@ from powergossip.algorithms.learning.gossip_rule import (
     GossipRule,
     Workers,
 )
-from powergossip.algorithms.learning.local_tracking import KGT, MomentumTracking
+from powergossip.algorithms.learning.k_gt import KGT
 from powergossip.algorithms.learning.outer import DiLoCo, GASLoC, NoLoCo
 from powergossip.algorithms.learning.quasi_global import QuasiGlobalMomentum
 from powergossip.algorithms.learning.relay import RelaySGD
 from powergossip.algorithms.learning.tracking import (
     BEER,
     GradientTracking,
+    MomentumTracking,
     MoTEF,
     NormalizedGradientTracking,
 )

@@ -11,7 +11,13 @@ import torch
 from torch import Tensor
 
 from powergossip.algorithms.averaging import Kind
-from powergossip.algorithms.learning.gossip_rule import COPIES, GossipRule, Variable, Workers
+from powergossip.algorithms.learning.gossip_rule import (
+    COPIES,
+    WITHOUT_COPIES,
+    GossipRule,
+    Variable,
+    Workers,
+)
 
 
 class _Tracking(GossipRule):
@@ -158,3 +164,43 @@ class MoTEF(BEER):
     def __init__(self, workers: Workers, *, momentum: float = 0.9):
         super().__init__(workers)
         self._momentum = momentum
+
+
+class MomentumTracking(GossipRule):
+    """Momentum tracking: the momenta of all workers are tracked, and x moves by their mean::
+
+        m_i ← β m_i + g_i
+        x ← G(x) − η (m − c),   c ← G(c − m) + m
+
+    Takezawa, Bao, Niwa, Sato & Yamada (2023), arXiv:2209.15505, Algorithm 1. x and c − m travel in
+    one message per neighbor, while the next gradient is computed. m and c start at 0; the published
+    start needs an all-reduce. Nesterov's momentum and optimizers other than SGD are not in the
+    paper.
+
+    Exact fixed point. Invariant: Σ_i c_i = 0.
+
+    Args:
+        momentum: Momentum β.
+    """
+
+    kinds: ClassVar[frozenset[Kind]] = WITHOUT_COPIES
+    optimizers: ClassVar[tuple[str, ...]] = ("sgd",)
+    state: ClassVar[dict[str, Variable]] = {"m": Variable.KEPT, "c": Variable.RESET}
+
+    def __init__(self, workers: Workers, *, momentum: float = 0.9, overlapping: bool = True):
+        super().__init__(workers, variables=2)
+        self._momentum, self.overlapping = momentum, overlapping
+        self._m, self._c = torch.zeros_like(self._x), torch.zeros_like(self._x)
+
+    def direct(self, g: Tensor) -> None:
+        self._m.mul_(self._momentum).add_(g)
+        torch.sub(self._m, self._c, out=g)
+
+    def mixed(self) -> tuple[Tensor, ...]:
+        return self._x, self._c - self._m
+
+    def add(self, u: Tensor, edge: int | None = None, agreed: bool = True) -> None:
+        self._joint.add(u, self._x, self._c if agreed else ())
+
+    def restart(self) -> None:
+        self._c.zero_()
