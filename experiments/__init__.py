@@ -44,7 +44,9 @@ EXPERIMENTS: dict[str, Experiment] = {
         "accuracy of each method on Digits, IID data", tuned_methods.DIGITS, tuning_epochs=10
     ),
     "fashion_mnist": tuned_methods.experiment(
-        "accuracy of each method on FashionMNIST, IID data", tuned_methods.FASHION_MNIST
+        "accuracy of each method on FashionMNIST, IID data",
+        tuned_methods.FASHION_MNIST,
+        methods=tuned_methods.METHODS | tuned_methods.FEW_BITS,
     ),
     "fashion_mnist_sorted": tuned_methods.experiment(
         "accuracy of each method on FashionMNIST, non-IID: one or two labels per worker",

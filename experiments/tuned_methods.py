@@ -93,6 +93,17 @@ METHODS: dict[str, Values] = {
     "DeepSqueeze, top 10 %": _compressed("deepsqueeze", "top-k", optimizer_keep_ratio=0.1),
     "Moniqua, 2 bits": {"optimizer": "moniqua"},
 }
+FEW_BITS: dict[str, Values] = {
+    **{
+        f"PowerGossip, 2 iterations, {bits} bits": METHODS["PowerGossip, 2 iterations"]
+        | {"optimizer_bits": bits}
+        for bits in (8, 6, 4)
+    },
+    **{
+        f"all-reduce, {bits} bits": METHODS["all-reduce"] | {"optimizer_bits": bits}
+        for bits in (4, 2)
+    },
+}
 THETAS = (0.25, 1.0)  # Moniqua's
 
 
@@ -102,6 +113,7 @@ def experiment(
     measure: str = "accuracy",
     rates: Sequence[float] = (0.05, 0.1),
     tuning_epochs: int = 2,
+    methods: Mapping[str, Values] = METHODS,
 ) -> Experiment:
     """An experiment of three stages, see the module.
 
@@ -120,8 +132,8 @@ def experiment(
         title,
         values,
         ["method"],
-        {(method,): of_method for method, of_method in METHODS.items()},
-        {(method,): settings(of_method, rates) for method, of_method in METHODS.items()},
+        {(method,): of_method for method, of_method in methods.items()},
+        {(method,): settings(of_method, rates) for method, of_method in methods.items()},
         # The second half of these epochs has a tenth of the learning rate.
         {"num_epochs": tuning_epochs, "lr_schedule_milestones": [[tuning_epochs / 2, 0.1]]},
         lambda ranked: ranked[:TUNED],
