@@ -641,13 +641,12 @@ def test_learning_from_the_first_run_to_the_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Real runs, on Digits."""
-    methods = ("D-PSGD", "CHOCO, sign")
-    monkeypatch.setattr(tuned_methods, "METHODS", {m: tuned_methods.METHODS[m] for m in methods})
+    methods = {m: tuned_methods.METHODS[m] for m in ("D-PSGD", "CHOCO, sign")}
     monkeypatch.setattr(tuned_methods, "DIFFUSION_RATES", (0.5, 1e6))
     monkeypatch.setattr(study, "SEEDS", (1, 2))
     values = {**tuned_methods.COMMON, "task_architecture": "MLP", "num_epochs": 2, "n_workers": 4}
     values["lr_schedule_milestones"] = [[1, 0.1]]
-    experiment = tuned_methods.experiment("how well", values, rates=(0.1,))
+    experiment = tuned_methods.experiment("how well", values, rates=(0.1,), methods=methods)
     folder = Folder("digits", tmp_path)
     assert carry_out(experiment, folder, 2) == []
     for run in list(folder.runs(experiment))[2]:
