@@ -18,6 +18,7 @@ from powergossip.shards import Shards
 
 WHOLE = 32  # bits of an element that is not coded
 _BLOCK = 64  # elements that are rotated together
+_CHECK = 2**16  # modulus of a checksum
 _FINE = 6  # mean square of the integers from which a step is narrow enough
 _APART = 12  # octaves between the sizes of parts
 _LARGEST = 1600  # exponent of a step
@@ -33,7 +34,7 @@ class DifferenceCode:
     Vectors s of neighbors are large, and their difference is small. Both ends round s on the same
     grid, with the same dither u, and send integers modulo 2^b::
 
-        y_i = H (s_i/σ)                  H: rotation of blocks of 64 elements, after random signs
+        y_i = H (s_i/σ)                  H: rotation of blocks of 64 elements, in a random order
         k_i = ⌊y_i/Δ + u⌋                sent modulo 2^b
         d = σ Hᵀ Δ mod(k_j − k_i)        mod: to −2^(b−1) … 2^(b−1)
 
@@ -41,13 +42,13 @@ class DifferenceCode:
     u, and the error is relative to d, not to s. Modulo rounding with the receiver's own vector as
     reference: Davies et al. (2021), arXiv:2002.09268; there the ends do not have the same d.
 
-    The size σ of each part follows the last d. A block has elements from all of the vector, at
-    equal distances. The rotation gives them the same distribution, whatever the parts and their
-    outliers. The step Δ leaves room for changes, and follows the largest integers.
+    The size σ of each part follows the last d. The rotation gives all elements of a block the same
+    distribution, whatever the parts and their outliers. The step Δ leaves room for changes, and
+    follows the largest integers.
 
-    A difference beyond the range would wrap around. Each block has a checksum of 8 bits, the sum of
-    the carries ⌊k/2^b⌋ with weights 3^r modulo 256. It finds one or two wraps, and others with
-    probability 255/256. It has 16 bits in messages of up to 192 elements. Both ends find the same.
+    A difference beyond the range would wrap around. Each block has a checksum of 16 bits, the sum
+    of the carries ⌊k/2^b⌋ with weights 3^r modulo 2^16. It finds one or two wraps, and others with
+    probability 1 − 2^−16. Both ends find the same.
     They leave the block out, and widen Δ. If more than a quarter of the blocks wrap, d = 0.
 
     Args:
@@ -86,17 +87,14 @@ class DifferenceCode:
         self._part = torch.from_numpy(part).to(device)
         self._columns, rest = divmod(count, _BLOCK)
         self._blocks = self._columns + (rest > 0)
-        self._place = torch.from_numpy(random.permutation(rest))
-        self._rotations = [
-            _rotation(_BLOCK).to(device),
-            _rotation(rest)[:, self._place.argsort()].to(device),
-        ]
-        # ±3^r are all odd numbers modulo a power of two, each once.
-        weights = torch.tensor([pow(3, row, 2**16) for row in range(_BLOCK)])
+        order = torch.from_numpy(random.permutation(count))
+        self._order, self._back = order.to(device), order.argsort().to(device)
+        self._rotations = [_rotation(size).to(device) for size in (_BLOCK, rest)]
+        # ±3^r are the odd numbers modulo a power of two, each once.
+        weights = torch.tensor([pow(3, row, _CHECK) for row in range(_BLOCK)])
         weights = torch.cat([weights.repeat_interleave(self._columns), weights[:rest]])
         self._weights = weights.to(device)
-        self._bytes = 1 if self._blocks > 3 else 2  # of a checksum
-        self.size = sum(packed_size(count, b) for b in self._widths) + self._bytes * self._blocks
+        self.size = sum(packed_size(count, b) for b in self._widths) + 2 * self._blocks
         pieces = 1 if self._shards is None else self._shards.size
         length = -(-self.size // pieces)
         self._message, self._piece = (
@@ -155,10 +153,10 @@ class DifferenceCode:
 
     def _encode(self, s: Tensor, slot: int, counter: int) -> None:
         sizes, step = self._ranges(slot)
-        full, rest = self._split(s.double() * self._signs / sizes)
-        y = self._rotated(full, rest @ self._rotations[1].mT).mul_(0.125 / step)
+        z = s.double() * self._signs / sizes
+        y = self._rotated(z.index_select(-1, self._order)).mul_(0.125 / step)
         dither = randomness.uniform(self._edges.key, counter, self.elements, self._first)
-        whole = 2.0 ** (self._bits + 8 * self._bytes)
+        whole = 2.0**self._bits * _CHECK
         # Beyond double precision, the ends send different numbers, and both find that.
         sign = self._edges.sign[..., None]
         noise = (dither.double() * sign).remainder_(1).mul_(whole)
@@ -170,7 +168,7 @@ class DifferenceCode:
             for field, bits in zip(fields, self._widths, strict=False)
         ]
         sums = self._sums(carries)
-        sums = torch.cat([sums >> 8 * i & 255 for i in range(self._bytes)], -1).to(torch.uint8)
+        sums = torch.cat([sums & 255, sums >> 8], -1).to(torch.uint8)
         torch.cat([*packed, sums], -1, out=self._message)
 
     def _decode(self, own: Tensor, received: Tensor, slot: int) -> Tensor:
@@ -179,7 +177,7 @@ class DifferenceCode:
         whole, half = 2**self._bits, 2 ** (self._bits - 1)
         apart = low - own_low
         k = (apart + half) % whole - half
-        wrong = (self._sums((k - apart) // whole) - sums + own_sums) % 256**self._bytes != 0
+        wrong = (self._sums((k - apart) // whole) - sums + own_sums) % _CHECK != 0
         wrong |= self._by_block(k == -half) > 0  # ±half is none of them
         present = self._edges.absent == 0
         wrong &= present[..., None]
@@ -188,8 +186,7 @@ class DifferenceCode:
         left = present & (failed * 4 <= self._blocks)
         k = k * self._of_blocks((wrong == 0) & left[..., None])
         sizes, step = self._ranges(slot)
-        full, rest = self._split(k.double())
-        integers = self._rotated(full, rest @ self._rotations[1])
+        integers = self._rotated(k.double()).index_select(-1, self._back)
         self._follow(slot, k, integers, failed, skip)
         self._counts[0] += torch.where(skip, self._blocks, failed)
         self._counts[1] += present * self._blocks
@@ -230,7 +227,9 @@ class DifferenceCode:
         mean = squares / self._lengths * (step / 8).square()
         before = state[..., :-2]
         sizes = before + torch.frexp(mean)[1] // 2
-        sizes = torch.where(mean > 0, torch.maximum(sizes, before - 1), before - 3)
+        # A part that is 0 may be in blocks that were left out.
+        smaller = before - 3 * (failed == 0)[..., None]
+        sizes = torch.where(mean > 0, torch.maximum(sizes, before - 1), smaller)
         sizes = torch.maximum(sizes, sizes.amax(-1, keepdim=True) - _APART)
         peak, good = k.abs().amax(-1), failed == 0
         mean_square = k.double().square().sum(-1) / self.elements
@@ -263,9 +262,10 @@ class DifferenceCode:
         exponent = state[..., -2:-1]
         return sizes, torch.ldexp(self._roots[exponent % _STEPS], exponent // _STEPS)
 
-    def _rotated(self, full: Tensor, rest: Tensor) -> Tensor:
+    def _rotated(self, z: Tensor) -> Tensor:
         """8 H z = 8 Hᵀ z. Integers give the same result in any order."""
-        return torch.cat([(self._rotations[0] @ full).flatten(-2), rest], -1)
+        full, rest = self._split(z)
+        return torch.cat([(self._rotations[0] @ full).flatten(-2), rest @ self._rotations[1]], -1)
 
     def _split(self, z: Tensor) -> tuple[Tensor, Tensor]:
         """The matrix [..., 64, columns] whose columns are blocks, and the block behind it."""
@@ -273,8 +273,8 @@ class DifferenceCode:
         return z[..., :full].unflatten(-1, (_BLOCK, self._columns)), z[..., full:]
 
     def _sums(self, carries: Tensor) -> Tensor:
-        """Σ weight · carry modulo 256, or 256², of each block."""
-        return self._by_block(carries * self._weights) % 256**self._bytes
+        """Σ weight · carry modulo 2^16 of each block."""
+        return self._by_block(carries * self._weights) % _CHECK
 
     def _by_block(self, values: Tensor) -> Tensor:
         """The sums over the blocks [..., block], int64."""
@@ -295,16 +295,16 @@ class DifferenceCode:
             stop = start + packed_size(self.elements, bits)
             field = unpack(message[..., start:stop].contiguous(), bits, self.elements)
             low, start = low + (field.long() << shift), stop
-        sums = message[..., start:].long().unflatten(-1, (self._bytes, -1))
-        return low, sum((sums[..., i, :] << 8 * i for i in range(self._bytes)), sums[..., 0, :] * 0)
+        sums = message[..., start:].long().unflatten(-1, (2, -1))
+        return low, sums[..., 0, :] + (sums[..., 1, :] << 8)
 
     def _loops(self, library: kernels.Kernels) -> "_Loops":
         edges = self._edges
-        arrays = [self._lengths, self._place, self._signs, edges.sign, edges.absent, edges.key]
+        arrays = [self._lengths, self._order, self._signs, edges.sign, edges.absent, edges.key]
         arrays = [array.contiguous() for array in (*arrays, self.state, self._counts)]
         structure = _Code(
             *(edges.key.numel(), self._shape[2], len(self._lengths), self.elements),
-            *(self._bits, 8 * self._bytes, self.size, self._first),
+            *(self._bits, self.size, self._first),
             *(kernels.address(array) for array in arrays),
         )
         return _Loops(library, structure, arrays, self._message)
@@ -315,8 +315,8 @@ class _Code(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("edges", "slots", "parts", "elements")),
-        *((name, ctypes.c_int64) for name in ("bits", "check", "size", "first")),
-        *((name, ctypes.c_void_p) for name in ("length", "place", "flip", "sign", "absent", "key")),
+        *((name, ctypes.c_int64) for name in ("bits", "size", "first")),
+        *((name, ctypes.c_void_p) for name in ("length", "order", "flip", "sign", "absent", "key")),
         *((name, ctypes.c_void_p) for name in ("state", "counts")),
     )
 

@@ -54,7 +54,7 @@ class PowerGossip:
 
     Cost, a step and neighbor: num_iterations · 32 r Σ_matrices (columns or rows, in turns) bits,
     and 32 bits for each element of the vectors and of the matrices that are not compressed. With
-    b bits, b in place of 32, and 8 for each 64 elements (16 in messages of up to 192 elements).
+    b bits, b in place of 32, and 16 for each 64 elements.
 
     With b bits, d comes from integers modulo 2^b, see `DifferenceCode`. It has the error of a
     random rounding: the expectation is the same, both ends have the same d to the bit, and the mean

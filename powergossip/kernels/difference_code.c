@@ -1,21 +1,21 @@
 /* Differences from messages of few bits, see algorithms/difference_code.py.
 
-   The elements of a message are a matrix with 64 rows, whose columns are the blocks. Up to 63
-   elements behind it are one more block. Sums are over integers, hence exact in any order. */
+   The elements of a message, in a random order, are a matrix with 64 rows, whose columns are the
+   blocks. Up to 63 elements behind it are one more block. Sums are over integers, hence exact in any order. */
 
 /* The same in difference_code.py. */
 typedef struct {
     i64 edges, slots, parts, elements;
-    i64 bits, check; /* of an integer, and of a checksum */
-    i64 size;        /* bytes of a message */
-    u64 first;       /* index of the dither in a random stream */
-    const i64 *length;           /* [part] */
-    const i64 *place;            /* of the elements behind the matrix, for the rotation */
-    const double *flip;          /* ±1 [element] */
-    const float *sign, *absent;  /* [edge], as in Edges */
-    const u64 *key;              /* [edge] */
-    i64 *state;                  /* [edge, slot, part + 2] */
-    i64 *counts;                 /* blocks that were left out, and all: [2, edge] */
+    i64 bits;                   /* of an integer */
+    i64 size;                   /* bytes of a message */
+    u64 first;                  /* index of the dither in a random stream */
+    const i64 *length;          /* [part] */
+    const i64 *order;           /* of the elements [element] */
+    const double *flip;         /* ±1 [element] */
+    const float *sign, *absent; /* [edge], as in Edges */
+    const u64 *key;             /* [edge] */
+    i64 *state;                 /* [edge, slot, part + 2] */
+    i64 *counts;                /* blocks that were left out, and all: [2, edge] */
 } Code;
 
 enum { ROWS_OF_BLOCK = 64, QUARTERS = 4, OCTAVES = 12, LARGEST = 1600, FINE = 6 };
@@ -45,24 +45,7 @@ static Tile tile_of(const Code *c, i64 index) {
     return (Tile){full, 1, c->elements - full, 1, columns};
 }
 
-/* The elements behind the matrix, into the order of their rotation. */
-static void into_order(const Code *c, double *z) {
-    const i64 rest = c->elements % ROWS_OF_BLOCK;
-    double before[ROWS_OF_BLOCK];
-    z += c->elements - rest;
-    memcpy(before, z, (size_t)rest * sizeof *z);
-    for (i64 i = 0; i < rest; i++) z[i] = before[c->place[i]];
-}
-
-static void out_of_order(const Code *c, float *z) {
-    const i64 rest = c->elements % ROWS_OF_BLOCK;
-    float before[ROWS_OF_BLOCK];
-    z += c->elements - rest;
-    memcpy(before, z, (size_t)rest * sizeof *z);
-    for (i64 i = 0; i < rest; i++) z[c->place[i]] = before[i];
-}
-
-/* 3^row modulo 2^16: ±3^r are all odd numbers modulo a power of two, each once. */
+/* 3^row modulo 2^16: ±3^r are the odd numbers modulo a power of two, each once. */
 static void weights(uint32_t weight[ROWS_OF_BLOCK]) {
     for (uint32_t r = 0, power = 1; r < ROWS_OF_BLOCK; r++, power = 3 * power & 65535)
         weight[r] = power;
@@ -136,8 +119,9 @@ static void encode_edge(const void *arguments, i64 edge) {
     const i64 *state = c->state + (edge * c->slots + a->slot) * (c->parts + 2);
     const float *s = a->s + edge / a->neighbors * a->worker_stride +
                      edge % a->neighbors * a->edge_stride;
-    double *restrict z = malloc((size_t)(n + LANES) * 14 + 4 * LANES + (size_t)blocks * 4);
-    float *u = (float *)(z + n + LANES);
+    double *z = malloc((size_t)(n + LANES) * 22 + 4 * LANES + (size_t)blocks * 4);
+    double *restrict natural = z + n + LANES;
+    float *u = (float *)(natural + n + LANES);
     uint32_t *sums = (uint32_t *)(u + n + LANES);
     u8 *low = (u8 *)(sums + blocks), *high = low + n + LANES;
     uniform(u, c->key[edge], a->counter, (i64)c->first, n);
@@ -149,13 +133,13 @@ static void encode_edge(const void *arguments, i64 edge) {
     for (i64 part = 0, from = 0; part < c->parts; from += c->length[part++]) {
         const double *restrict flip = c->flip, scale = ldexp(1, (int)-state[part]);
         const i64 end = from + c->length[part];
-        for (i64 e = from; e < end; e++) z[e] = s[e] * flip[e] * scale;
+        for (i64 e = from; e < end; e++) natural[e] = s[e] * flip[e] * scale;
     }
-    into_order(c, z);
+    for (i64 e = 0; e < n; e++) z[e] = natural[c->order[e]];
     uint32_t weight[ROWS_OF_BLOCK];
     weights(weight);
     const double scale = 0.125 / power(state[c->parts]), sign = c->sign[edge];
-    const double whole = ldexp(1, (int)(c->bits + c->check));
+    const double whole = ldexp(1, (int)c->bits + 16);
     const uint32_t first_mask = (1u << first_bits) - 1, mask = (1u << (c->bits - first_bits)) - 1;
     for (i64 index = 0; index < tiles(c); index++) {
         const Tile t = tile_of(c, index);
@@ -181,7 +165,7 @@ static void encode_edge(const void *arguments, i64 edge) {
         pack(to, 0, high, n, (int)c->bits - 8);
         to += (n * (c->bits - 8) + 7) / 8;
     }
-    for (i64 shift = 0; shift < c->check; shift += 8)
+    for (int shift = 0; shift < 16; shift += 8)
         for (i64 b = 0; b < blocks; b++) *to++ = (u8)(sums[b] >> shift);
     free(z);
 }
@@ -220,7 +204,8 @@ static void follow(const Code *c, i64 *state, const double *squares, Found found
         }
         const double mean = squares[p] / (double)c->length[p] * (step * step);
         const i64 size = state[p] + (exponent(mean) >> 1);
-        state[p] = !(mean > 0) ? state[p] - 3 : size > state[p] - 1 ? size : state[p] - 1;
+        const i64 least = state[p] - (mean > 0 ? 1 : 3 * good);
+        state[p] = mean > 0 && size > least ? size : least;
         largest = state[p] > largest ? state[p] : largest;
     }
     for (i64 p = 0; p < c->parts && !found.skip; p++)
@@ -275,9 +260,9 @@ static void decode_edge(const void *arguments, i64 edge) {
         memset(d, 0, (size_t)n * sizeof *d);
         return;
     }
-    double *squares = malloc((size_t)c->parts * sizeof(double) + 8 * (size_t)(n + 2 * LANES));
-    float *restrict integers = (float *)(squares + c->parts);
-    u8 *low[2], *high[2], *memory = (u8 *)(integers + n + 2 * LANES);
+    double *squares = malloc((size_t)c->parts * sizeof(double) + 12 * (size_t)(n + 2 * LANES));
+    float *restrict integers = (float *)(squares + c->parts), *ordered = integers + n + 2 * LANES;
+    u8 *low[2], *high[2], *memory = (u8 *)(ordered + n + 2 * LANES);
     const u8 *sums[2], *messages[2] = {a->own, a->received};
     for (int end = 0; end < 2; end++) {
         low[end] = memory + 2 * end * (n + 2 * LANES);
@@ -303,18 +288,18 @@ static void decode_edge(const void *arguments, i64 edge) {
                       (int32_t)weight[r]);
         }
         for (i64 l = 0; l < t.columns; l++) {
-            for (i64 shift = 0; shift < c->check; shift += 8) {
-                const i64 at = shift / 8 * blocks + t.block + l;
-                total[l] += (sums[0][at] - sums[1][at]) * (1 << shift);
+            for (int end = 0; end < 2; end++) {
+                const u8 *sum = sums[end] + t.block + l;
+                total[l] += (end ? -1 : 1) * (sum[0] + 256 * sum[blocks]);
             }
-            wrong[l] |= (total[l] & ((1 << c->check) - 1)) != 0;
+            wrong[l] |= (total[l] & 65535) != 0;
             found.failed += wrong[l];
             kept[l] = wrong[l] - 1;
         }
         for (i64 r = 0; r < t.rows; r++) z[r] = measure(k[r], kept, peaks, all);
         rotate_integers(z, t.rows);
         for (i64 r = 0; r < t.rows; r++) {
-            float *to = integers + t.start + r * t.stride;
+            float *to = ordered + t.start + r * t.stride;
             if (t.columns == LANES) store(to, z[r]);
             else memcpy(to, &z[r], (size_t)t.columns * sizeof *to);
         }
@@ -323,7 +308,7 @@ static void decode_edge(const void *arguments, i64 edge) {
         found.peak = peaks[l] > found.peak ? peaks[l] : found.peak;
         found.squares += all[l];
     }
-    out_of_order(c, integers);
+    for (i64 e = 0; e < n; e++) integers[c->order[e]] = ordered[e];
     found.skip = found.failed * 4 > blocks;
     const double step = power(state[c->parts]) / 8;
     for (i64 part = 0, from = 0; part < c->parts; from += c->length[part++]) {

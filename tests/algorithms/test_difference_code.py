@@ -60,13 +60,17 @@ def drawn(kind: str, n: int, t: int) -> Tensor:
     elif kind == "one entry":
         x *= 0.01
         x[:, 50] *= 1e4
+    elif kind == "periodic":  # with the number of blocks as the period
+        x[:, ::2] *= 1e3
     elif kind == "sizes":
         x[:, :40] *= 1e-3
     return x
 
 
 @pytest.mark.parametrize("bits", [3, 4, 6, 8, 11, 16])
-@pytest.mark.parametrize("kind", ["normal", "common", "heavy tails", "one entry", "sizes"])
+@pytest.mark.parametrize(
+    "kind", ["normal", "common", "heavy tails", "one entry", "periodic", "sizes"]
+)
 def test_both_ends_have_the_same_difference_with_a_relative_error(kind: str, bits: int) -> None:
     """On a graph whose workers have 1 to 3 neighbors. The error falls with the number of bits."""
     network = Network(graph("tail", 6), dtype=torch.float64)
@@ -81,7 +85,7 @@ def test_both_ends_have_the_same_difference_with_a_relative_error(kind: str, bit
                 else:
                     assert not d[i, slot].any()
         errors.append(float((d - true).norm() / true.norm()))
-    assert sorted(errors[20:])[20] < 16 * 2.0**-bits  # the median, once there are ranges
+    assert sorted(errors[20:])[20] < 32 * 2.0**-bits  # the median, once there are ranges
 
 
 def test_the_difference_is_unbiased() -> None:
@@ -184,9 +188,8 @@ def test_bits_are_the_formula(bits: int, iterations: int) -> None:
     sides, rest = (40 + 20, 30 + 25), 17 + 9
 
     def size(length: int) -> int:
-        blocks = -(-length // 64)
         fields = [bits] if bits <= 8 else [8, bits - 8]
-        return 8 * (sum(-(-length * b // 8) for b in fields) + (2 if blocks < 4 else 1) * blocks)
+        return 8 * (sum(-(-length * b // 8) for b in fields) + 2 * -(-length // 64))
 
     expected_bits, slots = 0, iterations * (1 + iterations % 2)
     for k in range(4 * iterations):
