@@ -13,7 +13,7 @@ from powergossip.runs.checkpoints import Checkpoints
 from tests.harness.training import built, select, trained, value
 
 FEW: dict[str, Any] = {"max_steps_per_epoch": 3}
-IN_FLIGHT = {"learning": "diloco", "local_steps": 2, "overlapping": True}
+IN_FLIGHT: dict[str, Any] = {"learning": "diloco", "local_steps": 2, "overlapping": True}
 
 
 @pytest.mark.parallel([1, 4])
@@ -51,7 +51,7 @@ def test_a_run_killed_after_the_merge_resumes_as_the_same(tmp_path: Path) -> Non
     values = FEW | {"num_epochs": 2, "final_merge": True, "checkpoint_interval": 1}
     whole, _ = trained(**values)
     saved, killed = Checkpoints(tmp_path, processes()), built(**values)
-    killed._end_epoch = Mock(side_effect=[0.5, KeyboardInterrupt])  # type: ignore[method-assign]
+    killed.evaluation = Mock(side_effect=[("", 0.5), KeyboardInterrupt])
     with pytest.raises(KeyboardInterrupt):
         killed.train(saved)
     for _ in range(2):
