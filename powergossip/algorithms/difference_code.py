@@ -185,8 +185,8 @@ class DifferenceCode:
         return {"state": state, "known": [False] * self._shape[2]}
 
     def saved(self) -> dict[str, Any]:
-        """`state` and `known`."""
-        return {"state": self.state, "known": list(self.known)}
+        """A copy of `state` and `known`."""
+        return {"state": self.state.clone(), "known": list(self.known)}
 
     def load(self, saved: Mapping[str, Any]) -> None:
         """Restore what `saved` returned."""
