@@ -42,7 +42,7 @@ class DifferenceCode:
 
     The size σ of each part follows the last d. The rotation gives all elements of a block the same
     distribution, whatever the parts and their outliers. The step Δ leaves room for changes, and
-    follows the largest integers.
+    follows the largest integers. Both have a lower bound, for the time after an agreement.
 
     A difference beyond the range would wrap around. Each block has a checksum of 8 bits, the sum of
     the carries ⌊k/2^b⌋ with odd weights modulo 256. It finds one or two wraps, and others with
@@ -203,7 +203,7 @@ class DifferenceCode:
         before = state[..., :-2]
         sizes = before + torch.frexp(mean)[1] // 2
         sizes = torch.where(mean > 0, torch.maximum(sizes, before - 1), before - 3)
-        sizes = torch.maximum(sizes, sizes.amax(-1, keepdim=True) - _APART)
+        sizes = torch.maximum(sizes, sizes.amax(-1, keepdim=True) - _APART).clamp_(min=-2 * _LEAST)
         peak, good = k.abs().amax(-1), failed == 0
         mean_square = k.double().square().sum(-1) / self.elements
         narrow = good & (peak < 3 / 8 * half) & (mean_square < _FINE)
@@ -219,7 +219,7 @@ class DifferenceCode:
         raised = torch.minimum(before + 2, before.amax(-1, keepdim=True))
         same = torch.where(skips[..., None] > 2, raised, before)
         state[..., :-2] = torch.where(skip[..., None], same, sizes)
-        state[..., -2] = (state[..., -2] + change).clamp_(-_LARGEST, _LARGEST)
+        state[..., -2] = (state[..., -2] + change).clamp_(_STEPS * (2 - self._bits), _LARGEST)
         state[..., -1] = skips
         self.skipped = self.skipped + torch.where(skip, self._blocks, failed).sum()
         self.blocks = self.blocks + self._blocks * (self._edges.absent == 0).sum()
