@@ -44,7 +44,7 @@ class DifferenceCode:
 
     The size σ of each part follows the last d. The rotation gives all elements of a block the same
     distribution, whatever the parts and their outliers. The step Δ leaves room for changes, and
-    follows the largest integers.
+    follows the largest integers. Both have a lower bound, for the time after an agreement.
 
     A difference beyond the range would wrap around. Each block has a checksum of 16 bits, the sum
     of the carries ⌊k/2^b⌋ with weights 3^r modulo 2^16. It finds one or two wraps, and others with
@@ -210,8 +210,8 @@ class DifferenceCode:
         return {"state": state, "known": [False] * self._shape[2]}
 
     def saved(self) -> dict[str, Any]:
-        """`state` and `known`."""
-        return {"state": self.state, "known": list(self.known)}
+        """A copy of `state` and `known`."""
+        return {"state": self.state.clone(), "known": list(self.known)}
 
     def load(self, saved: Mapping[str, Any]) -> None:
         """Restore what `saved` returned."""
@@ -230,7 +230,7 @@ class DifferenceCode:
         # A part that is 0 may be in blocks that were left out.
         smaller = before - 3 * (failed == 0)[..., None]
         sizes = torch.where(mean > 0, torch.maximum(sizes, before - 1), smaller)
-        sizes = torch.maximum(sizes, sizes.amax(-1, keepdim=True) - _APART)
+        sizes = torch.maximum(sizes, sizes.amax(-1, keepdim=True) - _APART).clamp_(min=-2 * _LEAST)
         peak, good = k.abs().amax(-1), failed == 0
         mean_square = k.double().square().sum(-1) / self.elements
         narrow = good & (peak < 3 / 8 * half) & (mean_square < _FINE)
@@ -246,7 +246,7 @@ class DifferenceCode:
         raised = torch.minimum(before + 2, before.amax(-1, keepdim=True))
         same = torch.where(skips[..., None] > 2, raised, before)
         state[..., :-2] = torch.where(skip[..., None], same, sizes)
-        state[..., -2] = (state[..., -2] + change).clamp_(-_LARGEST, _LARGEST)
+        state[..., -2] = (state[..., -2] + change).clamp_(_STEPS * (2 - self._bits), _LARGEST)
         state[..., -1] = skips
 
     def _ranges(self, slot: int) -> tuple[Tensor, Tensor]:

@@ -25,7 +25,6 @@ Symbols: i (this end), j (the other end), w (the weight w_ij of this exchange), 
 """
 
 from collections.abc import Mapping
-from copy import deepcopy
 from functools import cache
 from typing import Any, Protocol
 
@@ -185,7 +184,7 @@ class PowerEnd:
         u = self._p[0].new_zeros(1, self._size)
         gossip.update(u, ours, theirs)
         self._p[1 - k % 2].copy_(gossip.directions[0].flat)
-        self._ranges = deepcopy(gossip.ranges())
+        self._ranges = gossip.ranges()
         return u[0].mul_(self._sign * weight)
 
     def _resumed(self, k: int) -> Side:
@@ -202,7 +201,7 @@ class PowerEnd:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for p, saved in zip(self._p, state["directions"], strict=True):
             p.copy_(torch.cat([part.flatten() for part in saved] or [p]))
-        self._ranges = deepcopy(state.get("ranges", []))
+        self._ranges = state.get("ranges", [])
 
 
 class ChocoEnd:

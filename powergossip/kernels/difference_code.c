@@ -18,7 +18,9 @@ typedef struct {
     i64 *counts;                /* blocks that were left out, and all: [2, edge] */
 } Code;
 
-enum { ROWS_OF_BLOCK = 64, QUARTERS = 4, OCTAVES = 12, LARGEST = 1600, FINE = 6 };
+enum { ROWS_OF_BLOCK = 64, QUARTERS = 4, OCTAVES = 12, SMALLEST = -60, LARGEST = 1600, FINE = 6 };
+
+static inline i64 larger_of(i64 a, i64 b) { return a > b ? a : b; }
 
 /* 2^(quarters/4) */
 static double power(i64 quarters) {
@@ -209,14 +211,14 @@ static void follow(const Code *c, i64 *state, const double *squares, Found found
         largest = state[p] > largest ? state[p] : largest;
     }
     for (i64 p = 0; p < c->parts && !found.skip; p++)
-        if (state[p] < largest - OCTAVES) state[p] = largest - OCTAVES;
+        state[p] = larger_of(state[p], larger_of(largest - OCTAVES, SMALLEST));
     if (good && 8 * found.peak < 3 * half && found.squares / (double)c->elements < FINE) change = -1;
     if (half > 4 && good && found.peak == 1) change = -QUARTERS;
     if (good && found.peak == 0) change = -8 * QUARTERS;
     if (skips) change += 3 - 2 * QUARTERS * skips;
     if (found.skip) change = 2 * QUARTERS;
     change += state[c->parts];
-    state[c->parts] = change > LARGEST ? LARGEST : change < -LARGEST ? -LARGEST : change;
+    state[c->parts] = smaller(LARGEST, larger_of(change, QUARTERS * (2 - c->bits)));
     state[c->parts + 1] = found.skip ? skips + 1 : 0;
 }
 

@@ -353,10 +353,10 @@ def test_weight_decay_of_a_hook_is_not_compressed(hook: str) -> None:
 
 @pytest.mark.long
 def test_clipping_concerns_the_new_gradient_only() -> None:
-    """A worker whose gradients are shorter than the limit is not held back by a large error."""
+    """A worker whose gradients are shorter than the limit, but not its error, is not held back."""
     plain = after_steps(optimizer="powersgd")
     norms = plain.parameters.grad.norm(dim=1)
-    clipped = after_steps(optimizer="powersgd", gradient_clipping=100.0)
+    clipped = after_steps(optimizer="powersgd", gradient_clipping=2.0)
     assert norms.min() > 0, "there are errors"
     x, y = plain.parameters.x, clipped.parameters.x
     assert (x - y).norm() < 1e-5 * x.norm()

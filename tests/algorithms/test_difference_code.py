@@ -218,3 +218,15 @@ def test_a_broken_neighbor_does_not_reach_others() -> None:
 def test_bad_options_are_rejected(given: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"bits=.*: use 3 to 16, or 32"):
         algorithms.make("power-gossip", alone("ring", 4), Layout(SHAPES), **given)
+
+
+@pytest.mark.parametrize(("agree", "messages"), [(2, 12), (60, 100)])
+def test_differences_are_found_after_an_agreement(agree: int, messages: int) -> None:
+    """Also from ranges that have shrunk by more than double precision holds."""
+    network = Network(topologies.make("ring", 3), dtype=torch.float64)
+    code, x = code_of(network, 6), drawn("normal", 3, 0)
+    for t in range(messages):
+        s = products(x[:1].expand(3, -1) if 0 < t <= agree else x, network)
+        d = difference(code, network, s, t)
+    true = expected(x, network)
+    assert float((d - true).norm() / true.norm()) < 12 * 2.0**-6

@@ -22,9 +22,9 @@ from tests.harness.helpers import damages, with_one_each
 
 ALONE = Processes()
 # Lengths below and above a block of 1024, of a multiple of 8 and not, with positions of 1 and 2
-# bytes; and of 4 bytes.
+# bytes; and of 2 bytes from 2¹⁵ on, and of 4.
 LAYOUT = Layout([(40, 33), (7,), (), (3, 5), (64, 9, 2), (3, 5), (130,)])
-LONG = Layout([(3,), (290, 230)])
+LONG = Layout([(3,), (200, 200), (290, 230)])
 SPARSE = [{"compressor": "top-k", "keep_ratio": ratio} for ratio in (0.01, 0.3, 1.0)]
 LEVELS = [{"compressor": "qsgd", "levels": levels} for levels in (1, 3, 4, 40, 127)]
 SHARED = [

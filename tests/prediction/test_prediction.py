@@ -37,7 +37,8 @@ GRAPHS = ("ring", "torus", "exponential", "one-peer-exponential", "base-graph", 
 EVERY = {**METHODS, "DeepSqueeze": PredictedMethod("deepsqueeze"),
          "Moniqua": PredictedMethod("moniqua"),
          "signSGD": PredictedMethod("signsgd"), "DGC": PredictedMethod("dgc"),
-         "SparseLoCo": PredictedMethod("sparse-loco")}  # fmt: skip
+         "SparseLoCo": PredictedMethod("sparse-loco"),
+         "PowerGossip, 4 bits": PredictedMethod("power-gossip", {"bits": 4})}  # fmt: skip
 WORKING = [(n, g) for n in EVERY for g in GRAPHS if not EVERY[n].rejects(topologies.make(g, 8))]
 GOSSIP = METHODS["D-PSGD"]
 
@@ -52,16 +53,17 @@ def test_bytes_and_messages_are_those_that_the_network_counts(name: str, graph: 
     step = method.build(network, LAYOUT)
     x = torch.randn(8, LAYOUT.size, generator=torch.Generator().manual_seed(0))
     steps = 2 * topology.period
-    for _ in range(2):
-        network.bits[:] = network.messages[:] = 0  # messages of few bits begin with whole ones
-        for _ in range(steps):
-            network.run(step(x))
+    for t in range(2 * steps):
+        if t == steps:  # the first messages of few bits are whole
+            before = network.bits.copy(), network.messages.copy()
+        network.run(step(x))
+    bits, messages = network.bits - before[0], network.messages - before[1]
     traffic = prediction.count(method, LAYOUT)
     sent = np.mean([edges.out_degrees for edges in network.edges], axis=0)
     for worker in range(8):
         expected = round(steps * traffic.bits(8, sent[worker]))
-        assert abs(network.bits[worker] - expected) <= steps  # an all-reduce is rounded to bits
-        assert network.messages[worker] == steps * traffic.messages(8, sent[worker])
+        assert abs(bits[worker] - expected) <= steps  # an all-reduce is rounded to bits
+        assert messages[worker] == steps * traffic.messages(8, sent[worker])
 
 
 def test_an_all_reduce_in_few_bits_is_a_small_all_reduce() -> None:
@@ -165,6 +167,10 @@ def test_a_gossip_step_by_hand() -> None:
     assert step.messages == 2
     overlapping = prediction.step(traffic, ring, cluster, compute, overlapping=True)
     assert overlapping.seconds == pytest.approx(step.seconds - 4e-3)
+    # The second phase needs the gradient.
+    double, long = Traffic(2 * traffic.phases), Compute(gradient=1.0)
+    step = prediction.step(double, ring, cluster, long, overlapping=True)
+    assert step.seconds == pytest.approx(1.0 + 2 * 2e-3 + 5e-3 + 16e-3)
     # Two hosts of four workers: of a host's 8 messages, one goes over the link in each direction
     # at both ends of its block.
     two = prediction.step(traffic, ring, Cluster(2, 1e6, payload=1.0), Compute())

@@ -316,6 +316,7 @@ def test_tokens_are_read_from_the_cache(
     assert len(list(cache.iterdir())) == entries + 1
     (texts / "a" / "0.txt").write_text("abc" * 50)
     assert make(texts, **given).facts != first.facts
+    assert "valid" in make(texts, validation_ratio=0.3, **given).samples
 
 
 PROGRAM = """

@@ -589,8 +589,8 @@ def test_a_directed_graph_must_lead_everywhere() -> None:
 
 def test_row_stochastic_rounds_must_be_marked() -> None:
     weights = csr_array(np.array([[0, 0.5, 0], [0, 0, 0.5], [0.25, 0, 0]]))
-    with pytest.raises(ValueError, match="not doubly stochastic in round 0"):
-        Topology("epidemic", (Round(weights),))
+    with pytest.raises(ValueError, match="not doubly stochastic in round 1"):
+        Topology("epidemic", (*make("ring", 3).rounds, Round(weights)))
     topology = Topology("epidemic", (Round(weights),), row_stochastic=True)
     W = topology.round(0).matrix().toarray()
     np.testing.assert_allclose(W.sum(axis=1), 1)
@@ -829,7 +829,12 @@ def test_trees_are_checked() -> None:
     assert Topology("ring", ring).trees is None
     path = ((0, 1), (1, 2))
     assert undirected("drawn", nx.cycle_graph(3), trees=(path,)).trees == (path,)
-    for tree in (((0, 1), (1, 2)), ((0, 1), (0, 2), (2, 3)), ((0, 1), (1, 2), (1, 2))):
+    for tree in (
+        ((0, 1), (1, 2)),
+        ((0, 1), (0, 2), (2, 3)),
+        ((0, 1), (1, 2), (1, 2)),
+        ((0, 1), (0, 3), (1, 2), (2, 3)),
+    ):
         with pytest.raises(ValueError, match='"ring": a tree'):
             Topology("ring", ring, trees=(tree,))
     for name in ("ring", "torus", "exponential", "random-matching"):

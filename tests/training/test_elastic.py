@@ -63,6 +63,7 @@ METHODS: list[dict[str, Any]] = [
 CASES = with_one_each(
     METHODS, (6, 2), lambda case: ("learning" in case, case["optimizer"] in AVERAGING)
 )
+CASES.append(({"optimizer": "push-sum", "topology": "star"}, 6))
 
 
 def label(case: Any) -> str:
