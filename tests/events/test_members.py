@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from powergossip import topologies
-from powergossip.events.joining import begin_late
+from powergossip.events import scenario
 from powergossip.events.members import Members, dead, matrix, union, without
-from powergossip.network.counter import Counter
+from powergossip.events.virtual_clock import VirtualClock
 from tests.harness.exchanging import (
     averaging_clock,
     learners,
@@ -263,13 +263,15 @@ def test_a_replacement_begins_at_the_mean_step_of_its_neighbors():
 
 
 def test_a_replacement_receives_buffers_too_and_all_that_it_receives_is_counted():
-    problem, buffers, view = Quadratics(5), torch.arange(15.0).view(5, 3), (0,) * 5
-    make, _ = learners(problem, "dpsgd", 0.1)
-    workers, counter = {i: make(i, view, 0) for i in (0, 1, 2, 4)}, Counter(5)
-    begin_late(3, -1, view, workers, [problem.x, buffers], make, counter)
+    problem, buffers = Quadratics(5), torch.arange(15.0).view(5, 3)
+    drawn = scenario.read({"joins": [{"worker": 3, "at": 1.5}]}, 5, 0)
+    clock = VirtualClock(drawn, [problem.x, buffers], *learners(problem, "dpsgd", 0.1))
+    clock.run_until(1.4)
+    before = clock.counter.bits.copy()
+    clock.run_until(1.5)
     assert torch.equal(buffers[3], buffers[[2, 4]].mean(0))
     of_each = 8 * (problem.x[0].nbytes + buffers[0].nbytes)
-    assert counter.bits.tolist() == [0, 0, of_each, 0, of_each]
+    assert (clock.counter.bits - before).tolist() == [0, 0, of_each, 0, of_each]
 
 
 @pytest.mark.parametrize("name", ["plain", "power", "top-k"])
