@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from experiments.study import (
+    MERGE,
     Axes,
     Cases,
     Columns,
@@ -16,6 +17,7 @@ from experiments.study import (
     Outcomes,
     grid,
     lines,
+    merged,
     quality,
     size,
     study,
@@ -48,19 +50,20 @@ def report(outcomes: Outcomes, folder: Path) -> str:
     """A table for each task."""
     tables = []
     for task, (_, measure) in TASKS.items():
-        of_task = {(b,): o for (t, b), o in outcomes.items() if t == task}
-        whole = of_task[WHOLE,]
+        of_task = {(str(b),): o for (t, b), o in outcomes.items() if t == task}
+        whole = of_task[str(WHOLE),]
         columns: Columns = {
             **quality(measure),
             "difference from 32 bits": _paired(whole, measure),
             **size(whole, "with 32 bits"),
+            **merged(whole, "with 32 bits"),
         }
         found = lines(of_task, ["bits"], columns)
         tables.append(f"## {task}\n\n{table(folder / f'{task.lower()}.csv', found)}")
     above = (
         "PowerGossip, two iterations, ring of 8 workers, 5 epochs. Mean ± standard deviation of 5 "
         "seeds. The difference is of the mean models of the same seed. Learning rate and γ are "
-        "those tuned for 32 bits. MB sent are those of one worker in a run."
+        f"those tuned for 32 bits. MB sent are those of one worker in a run. {MERGE}"
     )
     return "\n\n".join([above, *tables])
 
