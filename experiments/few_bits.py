@@ -58,7 +58,7 @@ def report(outcomes: Outcomes, folder: Path) -> str:
             **size(whole, "with 32 bits"),
             **merged(whole, "with 32 bits"),
         }
-        found = lines(of_task, ["bits"], columns)
+        found = lines(of_task, ["bits"], columns, diverged=_diverged(measure))
         tables.append(f"## {task}\n\n{table(folder / f'{task.lower()}.csv', found)}")
     above = (
         "PowerGossip, two iterations, ring of 8 workers, 5 epochs. Mean ± standard deviation of 5 "
@@ -68,11 +68,17 @@ def report(outcomes: Outcomes, folder: Path) -> str:
     return "\n\n".join([above, *tables])
 
 
+def _diverged(measure: str) -> Callable[[Outcome], str]:
+    return lambda outcome: outcome.divergence(measure)
+
+
 def _paired(whole: Outcome, measure: str) -> Callable[[Outcome], str]:
     """The difference of the runs of each seed, in points of the accuracy."""
     factor = 100 if measure == "accuracy" else 1
 
     def cell(outcome: Outcome) -> str:
+        if whole.diverged(measure):
+            return ""
         pairs = zip(*(o.last(measure, split="test_avg") for o in (outcome, whole)), strict=True)
         return spread([factor * (ours - theirs) for ours, theirs in pairs], 2)
 

@@ -102,7 +102,7 @@ def test_a_program_that_takes_too_long_is_ended(processes: int | None, tmp_path:
     script = "import os, time\nopen(f'began-{os.getpid()}', 'w')\ntime.sleep(600)"
     (tmp_path / "endless.py").write_text(script)
     with pytest.raises(subprocess.TimeoutExpired):
-        launch.python("endless.py", cwd=tmp_path, processes=processes, timeout=4)
+        launch.python("endless.py", cwd=tmp_path, processes=processes, timeout=8)
     began = list(tmp_path.glob("began-*"))
     assert len(began) == (processes or 1)
     wait_until(lambda: not any(map(lives, began)))

@@ -40,6 +40,7 @@ class SparseLoCo(ErrorFeedback):
         kept: Largest values of a chunk that are sent.
         chunk: Largest number of rows and of columns of a chunk.
         bits: Bits of a value, 1 to 8, or 32 for floats.
+        seed: Seed of the codec. ChunkTopK has no random numbers.
 
     Raises:
         BadValue: For a value out of range.
@@ -56,11 +57,12 @@ class SparseLoCo(ErrorFeedback):
         kept: int = 64,
         chunk: int = 64,
         bits: int = 2,
+        seed: int = 0,
     ):
         checks.positive("outer_rate", outer_rate)
         self._outer_rate = outer_rate
         config = ErrorFeedbackConfig(
-            rescale_error=False, error_decay=error_decay, mean_over=mean_over
+            rescale_error=False, error_decay=error_decay, mean_over=mean_over, seed=seed
         )
         super().__init__(network, layout, ChunkTopK(kept, chunk, bits), config)
 
@@ -94,6 +96,7 @@ class DeMo(ErrorFeedback):
         mean_over: Workers in the mean of a component: all, or senders, those with a value for it.
         kept: Largest values of a chunk that are sent.
         chunk: Largest number of rows and of columns of a chunk.
+        seed: Seed of the codec. ChunkTopK has no random numbers.
 
     Raises:
         BadValue: For a value out of range.
@@ -108,8 +111,9 @@ class DeMo(ErrorFeedback):
         mean_over: str = "all",
         kept: int = 32,
         chunk: int = 64,
+        seed: int = 0,
     ):
-        config = ErrorFeedbackConfig(error_decay=error_decay, mean_over=mean_over)
+        config = ErrorFeedbackConfig(error_decay=error_decay, mean_over=mean_over, seed=seed)
         super().__init__(network, layout, ChunkTopK(kept, chunk, bits=32), config)
         self.owns_momentum = True
         self._chunks = [
@@ -124,7 +128,7 @@ class DeMo(ErrorFeedback):
             self._transform(row)
         yield from super().step(gradient, mean)
         self._transform(mean[0], inverse=True)
-        mean[:] = mean[0].sign().masked_fill_(~mean[0].isfinite(), torch.nan)
+        mean[:] = mean[0].sign() + (mean[0] - mean[0])  # NaN where it is not finite
 
     def _transform(self, row: Tensor, inverse: bool = False) -> None:
         """Replace a row [D] by its transform: one worker at a time, whose bits are then the same

@@ -337,10 +337,12 @@ def test_rank_comes_before_iterations(capsys: pytest.CaptureFixture[str]) -> Non
     bytes, fewer messages are recommended, also where the others are as fast."""
     iterations, rank = "power-gossip:num_iterations=8", "power-gossip:rank=8,num_iterations=1"
     far, ring, layout = Cluster(8, 1e8, 0.05), topologies.make("ring", 8), Layout([(400, 400)])
-    given = program._methods([iterations, "dpsgd", rank])
-    steps = [
-        prediction.step(prediction.count(m, layout), ring, far, Compute()) for m in given.values()
+    given = [
+        PredictedMethod("power-gossip", {"num_iterations": 8}),
+        PredictedMethod("dpsgd"),
+        PredictedMethod("power-gossip", {"rank": 8, "num_iterations": 1}),
     ]
+    steps = [prediction.step(prediction.count(m, layout), ring, far, Compute()) for m in given]
     assert [step.seconds for step in steps] == sorted((s.seconds for s in steps), reverse=True)
     assert steps[0].sent == steps[2].sent
     for order in ([iterations, rank], [rank, iterations]):
