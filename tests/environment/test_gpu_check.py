@@ -45,8 +45,8 @@ class Wrong(algorithms.ExactMean):
         x[-1, -1] += self.wrong
 
 mean = algorithms.AVERAGING["all-reduce"]
-algorithms.AVERAGING["all-reduce"] = (
-    lambda network, layout, bits=32: mean(network, layout, bits=bits) if bits < 32 else Wrong(network)
+algorithms.AVERAGING["all-reduce"] = lambda network, layout, bits=32: (
+    mean(network, layout, bits=bits) if bits < 32 else Wrong(network)
 )
 PARTS["fails"] = Part("Fails", ["fails"], (), 60)
 PARTS["crashes"] = Part("Crashes", ["crashes"], (), 60)

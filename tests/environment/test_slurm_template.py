@@ -46,6 +46,12 @@ time.sleep(60)
 """
 
 
+def _as_from_slurm() -> None:
+    """Signals arrive, whatever the tests before have left: bash cannot trap one that is ignored."""
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])
+
+
 class Job:
     """The script as Slurm starts it: a copy, elsewhere, with Slurm's variables."""
 
@@ -83,6 +89,7 @@ class Job:
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
+            preexec_fn=_as_from_slurm,
         )
 
     def signalled(
