@@ -346,7 +346,8 @@ class _Loops:
         )
 
     def decode(self, own: Tensor, received: Tensor, slot: int) -> Tensor:
-        messages = (kernels.address(message) for message in (own, received))
+        both = [message.contiguous() for message in (own, received)]  # of shards: with a margin
+        messages = map(kernels.address, both)
         self._decode(self._at, slot, *messages, self._d.data_ptr(), torch.get_num_threads())
         return self._d
 

@@ -149,6 +149,8 @@ class PowerGossip:
         self._layout = layout
         stop = whole[-1].stop if whole else 0
         self._rest = [stack for stack in matrices_of(layout.whole) if stack.start >= stop]
+        # With few bits, shards without these elements take part in sums over the shards.
+        self._has_rest = bool(self._plain or (bits < WHOLE and self._rest))
         self.codes: list[tuple[DifferenceCode, ...]] = []
         if bits < WHOLE:
             sides = [
@@ -182,7 +184,7 @@ class PowerGossip:
 
         Unless out is x, the compressed matrices of x take part in all but the last exchange.
         """
-        for iteration in range(self.rounds if self._stacks or self._plain else 0):
+        for iteration in range(self.rounds if self._stacks or self._has_rest else 0):
             p, messages = self.directions[self._t], self.messages(x, iteration)
             received = yield messages
             own = [message.tensor for message in messages if not isinstance(message, Gather)]
@@ -207,7 +209,7 @@ class PowerGossip:
             if code and code.known[slot]:
                 message = ToEach(code.encode(self._side(t, 1).products(), slot, counter))
             messages.append(message)
-        if self._plain and iteration == 0:
+        if self._has_rest and iteration == 0:
             rest = x[:, self.compressed :]
             if self.codes and self.codes[t][2].known[0]:
                 rest = self._gathered(rest)
