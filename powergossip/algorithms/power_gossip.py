@@ -22,7 +22,7 @@ from powergossip.algorithms.plain import PlainGossip
 from powergossip.algorithms.sharded_directions import sharded_sides
 from powergossip.compressors import matrices as matrices_of
 from powergossip.network import Conversation, Gather, Message, Network, ToAll, ToEach
-from powergossip.parameters import Layout
+from powergossip.parameters import Layout, Stack
 
 
 class PowerGossip:
@@ -79,8 +79,8 @@ class PowerGossip:
 
     Raises:
         ValueError: For a rank or number of iterations below 1, γ that is not positive,
-            round_weights with a rank other than 1, other bits, or a mixing matrix that is not
-            symmetric.
+            round_weights with a rank other than 1, other bits, few bits with a shard without
+            elements that are not compressed, or a mixing matrix that is not symmetric.
     """
 
     kind = Kind.ANTISYMMETRIC
@@ -149,8 +149,11 @@ class PowerGossip:
         self._layout = layout
         stop = whole[-1].stop if whole else 0
         self._rest = [stack for stack in matrices_of(layout.whole) if stack.start >= stop]
-        # With few bits, shards without these elements take part in sums over the shards.
-        self._has_rest = bool(self._plain or (bits < WHOLE and self._rest))
+        if bits < WHOLE and shards is not None and _last_is_empty(self._rest, shards.size):
+            raise ValueError(
+                f"bits={bits}: use {WHOLE} with {shards.size} shards, since one would have no "
+                "elements of the vectors and small matrices"
+            )
         self.codes: list[tuple[DifferenceCode, ...]] = []
         if bits < WHOLE:
             sides = [
@@ -184,7 +187,7 @@ class PowerGossip:
 
         Unless out is x, the compressed matrices of x take part in all but the last exchange.
         """
-        for iteration in range(self.rounds if self._stacks or self._has_rest else 0):
+        for iteration in range(self.rounds if self._stacks or self._plain else 0):
             p, messages = self.directions[self._t], self.messages(x, iteration)
             received = yield messages
             own = [message.tensor for message in messages if not isinstance(message, Gather)]
@@ -209,7 +212,7 @@ class PowerGossip:
             if code and code.known[slot]:
                 message = ToEach(code.encode(self._side(t, 1).products(), slot, counter))
             messages.append(message)
-        if self._has_rest and iteration == 0:
+        if self._plain and iteration == 0:
             rest = x[:, self.compressed :]
             if self.codes and self.codes[t][2].known[0]:
                 rest = self._gathered(rest)
@@ -385,3 +388,10 @@ class PowerGossip:
     def _padded(self, directions: Tensor) -> Tensor:
         missing = max(self.lengths) - directions.shape[-1]
         return torch.nn.functional.pad(directions, (0, missing))
+
+
+def _last_is_empty(tensors: Sequence[Stack], shards: int) -> bool:
+    """True if the last shard has no rows, see Shards.rows."""
+    return bool(tensors) and all(
+        -(-tensor.rows // shards) * (shards - 1) >= tensor.rows for tensor in tensors
+    )
