@@ -48,8 +48,8 @@ class DifferenceCode:
 
     A difference beyond the range would wrap around. Each block has a checksum of 16 bits, the sum
     of the carries ⌊k/2^b⌋ with weights 3^r modulo 2^16. It finds one or two wraps, and others with
-    probability 1 − 2^−16. Both ends find the same.
-    They leave the block out, and widen Δ. If more than a quarter of the blocks wrap, d = 0.
+    probability 1 − 2^−16. Both ends find the same. They leave the block out, and widen Δ. If more
+    than a quarter of the blocks wrap, d = 0.
 
     Args:
         lengths: Elements of the parts.
