@@ -19,6 +19,8 @@ from itertools import count, takewhile
 from pathlib import Path
 
 gc.disable()  # until the end of imports, whose objects stay
+# Jobs in the background of a script ignore it, and so would the programs that tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Before torch is loaded: eight test processes on two cores must not run sixteen threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

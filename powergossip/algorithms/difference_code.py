@@ -25,6 +25,7 @@ _LARGEST = 1600  # exponent of a step
 _LEAST = 30  # octaves below 1 of a part without a difference, if all are
 _EXACT = 2.0**50
 _STEPS = 4  # steps of a range in an octave
+_START = 2  # whole messages: models often start equal, and the first differences are 0
 _CLEAR = 2**32  # first index of the dither in a random stream, behind those of directions
 
 
@@ -62,7 +63,6 @@ class DifferenceCode:
         size: Bytes of a message.
         state: Exponents of σ by part, exponent of Δ, and number of messages in a row that were
             skipped: int64 [worker, neighbor, slot, part + 2].
-        known: True if there are ranges, by slot.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class DifferenceCode:
         self._shape = (*edges.key.shape, slots, len(lengths) + 2)
         start = self.no_ranges()
         self.state: Tensor = start["state"]
-        self.known: list[bool] = start["known"]
+        self._whole: list[int] = start["whole"]
         self._counts = torch.zeros(2, *edges.key.shape, dtype=torch.int64, device=device)
         self._compiled = None if library is None else self._loops(library)
 
@@ -122,6 +122,10 @@ class DifferenceCode:
     def _widths(self) -> tuple[int, ...]:
         """The bits of an integer, in fields of at most 8."""
         return (self._bits,) if self._bits <= 8 else (8, self._bits - 8)
+
+    def known(self, slot: int) -> bool:
+        """True if there are ranges. Otherwise a message is whole."""
+        return self._whole[slot] == 0
 
     # --- Messages ---
 
@@ -202,21 +206,21 @@ class DifferenceCode:
         sizes.copy_(torch.maximum(sizes, sizes.amax(-1, keepdim=True) - _APART))
         state[..., -2] = _STEPS * (4 - self._bits)
         state[..., -1] = 0
-        self.known[slot] = True
+        self._whole[slot] -= 1
 
     def no_ranges(self) -> dict[str, Any]:
         """The state at the start, as `saved`."""
         state = torch.zeros(self._shape, dtype=torch.int64, device=self._device)
-        return {"state": state, "known": [False] * self._shape[2]}
+        return {"state": state, "whole": [_START] * self._shape[2]}
 
     def saved(self) -> dict[str, Any]:
-        """A copy of `state` and `known`."""
-        return {"state": self.state.clone(), "known": list(self.known)}
+        """A copy of the ranges."""
+        return {"state": self.state.clone(), "whole": list(self._whole)}
 
     def load(self, saved: Mapping[str, Any]) -> None:
         """Restore what `saved` returned."""
         self.state.copy_(saved["state"])
-        self.known = list(saved["known"])
+        self._whole = list(saved["whole"])
 
     def _follow(self, slot: int, k: Tensor, integers: Tensor, failed: Tensor, skip: Tensor) -> None:
         """Change the ranges after a message. Sums of integers are exact in any order."""

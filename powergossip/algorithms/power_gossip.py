@@ -58,8 +58,8 @@ class PowerGossip:
 
     With b bits, d comes from integers modulo 2^b, see `DifferenceCode`. It has the error of a
     random rounding: the expectation is the same, both ends have the same d to the bit, and the mean
-    stays. The first messages of each edge are whole: those of a step, or of two if num_iterations
-    is odd.
+    stays. The first messages of each edge are whole: those of two steps, or of four if
+    num_iterations is odd.
 
     Args:
         diffusion_rate: Diffusion rate γ, or "auto": the best one of plain gossip on this topology,
@@ -209,12 +209,12 @@ class PowerGossip:
                 p.draw(counter)
             message = p.project(x, counter, self._round_weights)
             code, slot = self._code(t)
-            if code and code.known[slot]:
+            if code and code.known(slot):
                 message = ToEach(code.encode(self._side(t, 1).products(), slot, counter))
             messages.append(message)
         if self._plain and iteration == 0:
             rest = x[:, self.compressed :]
-            if self.codes and self.codes[t][2].known[0]:
+            if self.codes and self.codes[t][2].known(0):
                 rest = self._gathered(rest)
                 each = rest[:, None].expand(-1, self._edges[t].key.shape[1], -1)
                 messages.append(ToEach(self.codes[t][2].encode(each, 0, self._counter(t))))
@@ -230,7 +230,7 @@ class PowerGossip:
         if self._stacks:
             p, d = self.directions[t], self._side(t, 1)
             code, slot = self._code(t)
-            if code and code.known[slot]:
+            if code and code.known(slot):
                 d.unpack(code.decode(own[0], received[0], slot).to(out.dtype))
                 p.update(out, None)
             else:
@@ -246,14 +246,14 @@ class PowerGossip:
         messages, start = [], 0
         if self._stacks:
             start = self._side(0, 1).flat.nbytes
-            if code and code.known[slot]:
+            if code and code.known(slot):
                 start = code.size
                 messages.append(part[:start].view(1, 1, -1))
             else:
                 messages.append(part[:start].view(self._dtype).view(1, 1, -1))
         if len(part) > start:
             rest = part[start:]
-            if self.codes and self.codes[0][2].known[0]:
+            if self.codes and self.codes[0][2].known(0):
                 messages.append(rest.view(1, 1, -1))
             else:
                 messages.append(rest.view(self._dtype).view(1, 1, -1))
@@ -262,7 +262,7 @@ class PowerGossip:
     def recall(self, own: Sequence[Tensor]) -> None:
         """s ← the messages of an earlier `messages` of this iteration, if they are whole."""
         code, slot = self._code(0)
-        if self._stacks and not (code and code.known[slot]):
+        if self._stacks and not (code and code.known(slot)):
             self.directions[0].recall(own[0])
 
     def _side(self, t: int, later: int = 0) -> Side:
@@ -279,7 +279,7 @@ class PowerGossip:
     def _gossip(self, t: int, rest: Tensor, received: Tensor, out: Tensor) -> None:
         """Plain gossip on elements that are not compressed, in place if out is rest."""
         code = self.codes[t][2] if self.codes else None
-        if code and code.known[0]:
+        if code and code.known(0):
             d = self._own(code.decode(rest, received, 0)).to(out.dtype)
             for span, gossip in self._plain:
                 gossip.add_differences(d[..., span], out[:, span])

@@ -28,7 +28,7 @@ def difference(code: DifferenceCode, network: Network, s: Tensor, counter: int) 
     found = []
 
     def exchange() -> Conversation:
-        coded = code.known[0]
+        coded = code.known(0)
         own = code.encode(s, 0, counter) if coded else s.clone()
         received = yield ToEach(own)
         found.append(code.decode(own, received, 0) if coded else received - own)
@@ -181,7 +181,7 @@ def test_consensus_takes_few_more_steps(bits: int, limit: float) -> None:
 
 @pytest.mark.parametrize(("bits", "iterations"), [(4, 1), (6, 2), (11, 3)])
 def test_bits_are_the_formula(bits: int, iterations: int) -> None:
-    """The first messages of each side and iteration are whole."""
+    """The first two messages of each side and iteration are whole."""
     network, layout = alone("ring", 4), Layout(SHAPES)
     gossip = algorithms.make("power-gossip", network, layout, bits=bits, num_iterations=iterations)
     x = torch.randn(4, layout.size)
@@ -192,12 +192,12 @@ def test_bits_are_the_formula(bits: int, iterations: int) -> None:
         return 8 * (sum(-(-length * b // 8) for b in fields) + 2 * -(-length // 64))
 
     expected_bits, slots = 0, iterations * (1 + iterations % 2)
-    for k in range(4 * iterations):
-        whole, length = k < slots, sides[1 - k % 2]
+    for k in range(5 * iterations):
+        whole, length = k < 2 * slots, sides[1 - k % 2]
         expected_bits += 2 * (32 * length if whole else size(length))
         if k % iterations == 0:
-            expected_bits += 2 * (32 * rest if k == 0 else size(rest))
-    for _ in range(4):
+            expected_bits += 2 * (32 * rest if k < 2 * iterations else size(rest))
+    for _ in range(5):
         network.run(gossip.step(x))
     assert network.bits.tolist() == [expected_bits] * 4
 
@@ -220,13 +220,13 @@ def test_bad_options_are_rejected(given: dict[str, Any]) -> None:
         algorithms.make("power-gossip", alone("ring", 4), Layout(SHAPES), **given)
 
 
-@pytest.mark.parametrize(("agree", "messages"), [(2, 12), (60, 100)])
+@pytest.mark.parametrize(("agree", "messages"), [(2, 13), (60, 100)])
 def test_differences_are_found_after_an_agreement(agree: int, messages: int) -> None:
     """Also from ranges that have shrunk by more than double precision holds."""
     network = Network(topologies.make("ring", 3), dtype=torch.float64)
     code, x = code_of(network, 6), drawn("normal", 3, 0)
     for t in range(messages):
-        s = products(x[:1].expand(3, -1) if 0 < t <= agree else x, network)
+        s = products(x[:1].expand(3, -1) if 1 < t <= 1 + agree else x, network)
         d = difference(code, network, s, t)
     true = expected(x, network)
     assert float((d - true).norm() / true.norm()) < 12 * 2.0**-6

@@ -142,7 +142,7 @@ def test_a_run_goes_on_without_lost_processes_and_can_be_replayed(method, gossip
     values = {**METHODS[method], "gossip": gossip, "num_epochs": 4}
     values |= {"use_decentralized_data": True, "data_of_lost": "redistributed"}
     events = [at_step(0, 5, ends[0]), at_step(2, 9, ends[1])]
-    events.append(at_step(3, 12, "SIGSTOP", seconds=1.5))
+    events.append(at_step(3, 12, "SIGSTOP", seconds=4))
     rows = failing(events, tmp_path / "run", code=LOST, **values, record_order=True)
     assert sorted(row["process"] for row in rows) == [1, 3]
     counts = number_of_workers(tmp_path / "run")
