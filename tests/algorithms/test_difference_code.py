@@ -13,7 +13,7 @@ from powergossip.algorithms.directions import EdgeConstants
 from powergossip.algorithms.power_gossip import PowerGossip
 from powergossip.network import Conversation, Network, ToEach
 from powergossip.parameters import Layout
-from tests.harness.averaging import alone, graph
+from tests.harness.averaging import alone, graph, variance
 
 LENGTHS = (40, 3, 90, 17)
 SHAPES = [(40, 30), (20, 25), (17,), (9,)]
@@ -160,6 +160,25 @@ def test_no_message_moves_models_apart(bits: int, alone_grows: bool) -> None:
             assert float(code.skipped) <= 0.15 * float(code.blocks)
         torch.testing.assert_close(x.mean(0), mean, rtol=0, atol=1e-9)
     assert least[bits] < 1.5 * least[32]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", ["ring", "tail", "star"])
+def test_variance_stays_bounded_in_5000_steps(topology: str) -> None:
+    """Steps of two sizes, a thousandfold apart, in turns."""
+    largest = {}
+    for bits in (32, 8, 4):
+        network, layout = alone(topology, 8), Layout([(12, 10), (5, 9), (7,)])
+        gossip = algorithms.make("power-gossip", network, layout, bits=bits)
+        x, largest[bits] = torch.zeros(8, layout.size), 0.0
+        generator = torch.Generator().manual_seed(1)
+        for t in range(5000):
+            size = 1e-2 if t % 1000 < 500 else 1e-5
+            x += size * torch.randn(x.shape, generator=generator)
+            network.run(gossip.step(x))
+            largest[bits] = max(largest[bits], variance(x))
+    assert largest[8] < 1.2 * largest[32]
+    assert largest[4] < 1.5 * largest[32]
 
 
 @pytest.mark.parametrize(("bits", "limit"), [(8, 1.02), (6, 1.05), (4, 1.3)])
