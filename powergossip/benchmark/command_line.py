@@ -23,6 +23,7 @@ Results are files NAME.json in output/benchmark, beside the folders of the runs.
 import argparse
 import os
 import shlex
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -209,9 +210,10 @@ def _show(options: argparse.Namespace) -> None:
         if entry["name"] == chosen and not {*tasks} & {*entry["tiers"].get(options.tier, {})}:
             missing = f"{', '.join(tasks)} in the tier {options.tier}"
             raise BadInput(f"{chosen} has no results of {missing}; run it first")
-    print(page.text(found, options.tier, options.task, chosen), end="")
+    width = shutil.get_terminal_size((100, 24)).columns
+    print(page.text(found, options.tier, options.task, chosen, width), end="")
     if options.output is not None:
-        for path in page.write(found, options.output, options.task):
+        for path in page.write(found, options.output, options.task, [options.tier], chosen):
             print(f"written: {path}")
 
 

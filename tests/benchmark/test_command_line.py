@@ -108,7 +108,7 @@ def test_a_path_is_shown_in_place_of_other_results_of_its_entry(
     for asked, means in (("a", "0.500"), (str(other), "0.250")):
         command_line.main(["show", asked])
         (row,) = [r for r in capsys.readouterr().out.splitlines() if r.split()[:1] == ["a"]]
-        assert row.split()[1] == means
+        assert row.split()[1:3] == ["←", means]
 
 
 def test_a_copy_under_another_name_is_left_out(
