@@ -59,7 +59,10 @@ def answer(sections: Sequence[Section]) -> list[str]:
     compared = [(own, found) for _, found, own, _ in sections if own is not None]
     if not compared:
         return []
-    of_each = [f"{verdict.of_task(*of)}. Setting: {verdict.setting(of[0])}." for of in compared]
+    of_each = [
+        formatting.visible(f"{verdict.of_task(*of)}. Setting: {verdict.setting(of[0])}.")
+        for of in compared
+    ]
     return [f"{verdict.of_tasks(compared)}.", *of_each, ABOUT.format(compared[0][0].name)]
 
 
@@ -172,11 +175,8 @@ def pairs(own: Line, found: Sequence[Line]) -> Table:
 
 def _costs(rows: Table, names: Sequence[str]) -> Table:
     """The lines of some entries, without the columns that `pairs` has too."""
-    kept = [
-        i
-        for i, name in enumerate(rows[0])
-        if i != 1 and name not in ("better · noise · worse", "MB with a merge")
-    ]
+    too = (rows[0][1], "better · noise · worse", "MB with a merge")
+    kept = [i for i, header in enumerate(rows[0]) if header not in too]
     return [[row[i] for i in kept] for row in rows if row[0] in ("entry", *names)]
 
 
@@ -192,21 +192,15 @@ def _processor(found: Sequence[Line], own: Line | None) -> str:
 
 def _notes(found: Sequence[Line], own: Line | None, others: Sequence[str]) -> list[str]:
     """What the tables of a task leave out or compare with care."""
-    usual = _processor(found, own) if found else ""
-    away = sorted({line.processor for line in found} - {usual})
-    timed = away and not found[0].task.is_virtual
-    return [
-        *(
-            [f"{OTHER}: seconds of another processor ({', '.join(away)}) than {usual}."]
-            if timed
-            else []
-        ),
-        *(
-            [f"not compared, with other data or another version: {', '.join(others)}"]
-            if others
-            else []
-        ),
-    ]
+    notes = []
+    if found and not found[0].task.is_virtual:
+        usual = _processor(found, own)
+        away = {line.processor for line in found} - {usual}
+        text = f"{OTHER}: seconds of another processor ({', '.join(sorted(away))}) than {usual}."
+        notes += [text] if away else []
+    if others:
+        notes.append(f"Not compared, with other data or another version: {', '.join(others)}.")
+    return notes
 
 
 def draw(found: Sequence[Line], path: Path, own: Line | None = None) -> bool:

@@ -41,8 +41,6 @@ class Measure:
         tolerance: Largest difference between two runs that counts as noise.
         least, most: Its range.
         factor: Factor of the numbers that are shown.
-        text: A shown value in a sentence.
-        unit: Of a difference of shown values.
     """
 
     name: str
@@ -53,33 +51,14 @@ class Measure:
     most: float = math.inf
     factor: float = 1.0
     places: int = 3
-    text: str = "{}"
-    unit: str = ""
 
     def shown(self, value: float, sign: str = "") -> str:
         return f"{self.factor * value:{sign}.{self.places}f}"
 
 
-ACCURACY = Measure(
-    *("accuracy", "accuracy, %", True, 0.01),
-    most=1.0,
-    factor=100.0,
-    places=2,
-    text="{} %",
-    unit="points",
-)
-BITS_PER_BYTE = Measure(
-    *("bits_per_byte", "bits per byte", False, 0.02),
-    text="{} bits per byte",
-    unit="bits per byte",
-)
-ERROR = Measure(
-    *("error", "log₁₀ of the relative error", False, 0.2),
-    least=-10.0,
-    places=2,
-    text="an error of 10^{}",
-    unit="powers of ten",
-)
+ACCURACY = Measure("accuracy", "accuracy, %", True, 0.01, most=1.0, factor=100.0, places=2)
+BITS_PER_BYTE = Measure("bits_per_byte", "bits per byte", False, 0.02)
+ERROR = Measure("error", "log₁₀ of the error", False, 0.2, least=-10.0, places=2)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,11 @@ from powergossip.runs import figures
 
 BASELINE = "power-gossip"
 SIMILAR = 2  # factor of the bytes of peers
+UNITS = {  # of values and of differences
+    "accuracy": ("{} %", "points"),
+    "bits_per_byte": ("{} bits per byte", "bits per byte"),
+    "error": ("an error of 10^{}", "powers of ten"),
+}
 BEST = f"the best other one within {SIMILAR} × of its bytes"
 
 
@@ -62,7 +67,7 @@ def of_task(own: Line, found: Sequence[Line]) -> str:
     reached = f"{own.diverged} of {counted(len(own.found['runs']), 'run')} diverged"
     if not own.diverged:
         mean = sum(own.last("mean")) / len(own.runs)
-        reached = measure.text.format(measure.shown(mean))
+        reached = UNITS[measure.name][0].format(measure.shown(mean))
     parts = [f"{own.task.name}: {reached}, {_rank(own, found)}, for {short(own.cost)} MB"]
     if len(near) > 1:
         parts.append(f"among entries within {SIMILAR} × of its bytes {_rank(own, near)}")
@@ -81,7 +86,7 @@ def _beside(own: Line, other: Line) -> str:
     if math.isnan(of.difference):  # runs diverged, or have other seeds
         how = "not comparable with" if of.verdict == "noise" else f"{of.verdict} than"
         return f"{how} {other.name}"
-    margin = f"± {measure.shown(of.margin)} {measure.unit}"
+    margin = f"± {measure.shown(of.margin)} {UNITS[measure.name][1]}"
     if of.verdict == "noise":
         by = measure.shown(of.difference, "+")
         return f"no clear difference to {other.name} ({by} {margin})"
@@ -99,11 +104,12 @@ def setting(own: Line) -> str:
         if len(values) < 2:
             continue
         numbers = sorted(v for v in values if isinstance(v, int | float))
-        edges = {numbers[0]: "the smallest", numbers[-1]: "the largest"} if numbers[1:] else {}
-        where = f", {edges[value]}" if value in edges else ""
-        at_edge |= value in edges
+        is_edge = len(numbers) > 1 and value in (numbers[0], numbers[-1])
+        at_edge |= is_edge
+        where = f", the {'smallest' if value == numbers[0] else 'largest'}" if is_edge else ""
+        default = "default" if value is None else value
         shown = ", ".join("default" if v is None else str(v) for v in values)
-        parts.append(f"{key}={'default' if value is None else value} of {shown}{where}")
+        parts.append(f"{key}={default} of {shown}{where}")
     if not parts:
         return "the only setting that was tried"
     return "; ".join(parts) + "; at the edge of the grid, so that others may be better" * at_edge

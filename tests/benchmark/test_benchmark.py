@@ -932,7 +932,7 @@ def test_a_user_runs_a_method_of_their_own(
     assert json.loads(first)["tiers"][QUICK]["consensus_random"]["made"]["date"]
     command_line.main(["show", "mine", "--output", "page"])
     assert "consensus_random" in capsys.readouterr().out
-    assert "| mine |" in (tmp_path / "page" / "benchmark.md").read_text()
+    assert "| mine ← |" in (tmp_path / "page" / "benchmark.md").read_text()
     command_line.main(["check", "output/benchmark/mine.json"])
     assert capsys.readouterr().out.endswith("mine.json is valid: 1 of 9 tasks in quick\n")
 
@@ -991,7 +991,9 @@ def test_a_task_that_fails_leaves_the_others_their_results(
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["rum"], "list, run, show or check"),
+        (["rum"], "new, list, run, show or check"),
+        (["new"], "new needs the name of a file"),
+        (["new", "d-psgd.py"], "an entry of the library"),
         (["run"], "run needs a file or the name of an entry"),
         (["run", "nobody"], 'method "nobody" is unknown'),
         (["run", "no.py"], "no.py cannot be read"),

@@ -439,7 +439,7 @@ def test_names_stand_beside_points_and_never_on_each_other(
     """Chosen ones always, in colors of their own, and all if there is room."""
     random = np.random.default_rng(1)
     made = {
-        f"a method of number {i}": (10 ** random.uniform(0, 2), random.normal(50, 9, 3))
+        f"a method of number {i}": (10 ** random.uniform(0, 2), random.normal(50, 9, 3).tolist())
         for i in range(n)
     }
     chosen = list(made)[:3]
