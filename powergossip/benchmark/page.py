@@ -145,7 +145,7 @@ def table(found: Sequence[Line], own: Line | None = None) -> Table:
     }
     for rate in [""] if task.is_virtual else RATES:
         header = f"s to {target}, {rate} Mbit/s" if rate else f"virtual s to {target}"
-        columns[header] = lambda line, rate=rate: timed(line, _seconds(rate, line))  # type: ignore
+        columns[header] = partial(lambda rate, line: timed(line, _seconds(rate, line)), rate)
     columns["state, MB"] = lambda line: _single(line.found.get("state"), 1e-6)
     columns["averaging, CPU ms"] = lambda line: timed(line, _single(line.found.get("cpu"), 1e3))
     rows = [[_marked(line, own), *(cell(line) for cell in columns.values())] for line in found]
@@ -166,10 +166,8 @@ def pairs(own: Line, found: Sequence[Line]) -> Table:
             if math.isnan(of.difference)
             else f"{measure.shown(of.difference, '+')} ± {measure.shown(of.margin)}"
         )
-        cells = [_seed_spread(line, "mean"), _number(line.megabytes)]
-        rows.append(
-            [_marked(line, own), *cells, *([""] * 2 if line is own else [difference, of.verdict])]
-        )
+        cells = [_marked(line, own), _seed_spread(line, "mean"), _number(line.megabytes)]
+        rows.append([*cells, *(["", ""] if line is own else [difference, of.verdict])])
     return rows
 
 
@@ -218,8 +216,7 @@ def draw(found: Sequence[Line], path: Path, own: Line | None = None) -> bool:
         return False
     across = "megabytes sent by the busiest worker, with a merge"
     chosen = [line.name for line in (own, *verdict.rivals(own, found))] if own else []
-    larger = measure.larger_is_better
-    figures.scatter(points, path, across, measure.title, larger_is_better=larger, chosen=chosen)
+    figures.scatter(points, path, across, measure.title, False, measure.larger_is_better, chosen)
     return True
 
 

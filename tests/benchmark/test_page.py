@@ -16,15 +16,16 @@ def test_a_figure_has_the_means_of_entries_that_sent_messages_and_did_not_diverg
 ) -> None:
     """The axis of megabytes is logarithmic."""
     drawn: list[Any] = []
-    monkeypatch.setattr(page.figures, "scatter", lambda *_, **more: drawn.append((_[0], more)))
+    monkeypatch.setattr(page.figures, "scatter", lambda *given: drawn.append(given))
     own, other = line(0.8, 0.9), line(0.7, 0.7, name="dear")
     for i, run in enumerate(own.runs):
         run["evaluations"][-1]["MB"] = 4.0 * i
     without = [line(1.0, 1.0, name="gone", diverged=[2]), line(0.7, name="silent", mb=0.0)]
     assert page.draw([own, other, *without], tmp_path)
-    ((points, more),) = drawn
+    ((points, *_, larger_is_better, chosen),) = drawn
     assert points == {"a": (2.0, [80.0, 90.0]), "dear": (10.0, [70.0, 70.0])}
-    assert more == {"larger_is_better": True, "chosen": []}
+    assert larger_is_better
+    assert chosen == []
     for alone in without:
         assert not page.draw([alone], tmp_path)
 
