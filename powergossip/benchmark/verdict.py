@@ -68,7 +68,8 @@ def of_task(own: Line, found: Sequence[Line]) -> str:
     if not own.diverged:
         mean = sum(own.last("mean")) / len(own.runs)
         reached = UNITS[measure.name][0].format(measure.shown(mean))
-    parts = [f"{own.task.name}: {reached}, {_rank(own, found)}, for {short(own.cost)} MB"]
+    megabytes = f", for {short(own.cost)} MB" if own.runs else ""
+    parts = [f"{own.task.name}: {reached}, {_rank(own, found)}{megabytes}"]
     if len(near) > 1:
         parts.append(f"among entries within {SIMILAR} × of its bytes {_rank(own, near)}")
     if other:

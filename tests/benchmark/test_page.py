@@ -66,7 +66,9 @@ def test_an_entry_begins_with_its_ranks_a_verdict_and_its_setting() -> None:
         "0.1, 0.2, 0.4, the largest; at the edge of the grid, so that others may be better."
     )
     assert "worse than dear" in page.text(entries, QUICK, None, "power-gossip")
-    assert "2nd of 3 runs diverged" not in page.text(entries, QUICK, None, "gone")
+    assert "1 of 3 runs diverged, 5th of 5, for 5 MB" in page.text(entries, QUICK, None, "gone")
+    entries[0] = entry_of("mine", result(0.8, diverged=[1]))
+    assert "1 of 1 run diverged, 4th of 5; worse" in page.text(entries, QUICK, None, "mine")
 
 
 @pytest.mark.parametrize("width", [60, 100])

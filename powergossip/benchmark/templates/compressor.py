@@ -41,13 +41,9 @@ compressors.COMPRESSORS["largest-in-half"] = LargestInHalf
 
 
 def settings(rates):  # to try; options of the compressor begin with optimizer_
+    method = {"optimizer": "choco", "optimizer_compressor": "largest-in-half"}
     return [
-        {
-            "optimizer": "choco",
-            "optimizer_compressor": "largest-in-half",
-            "optimizer_keep": keep,
-            "learning_rate": rate,
-        }
+        {**method, "optimizer_keep": keep, "learning_rate": rate}
         for keep in (0.05, 0.1)
         for rate in rates
     ]
