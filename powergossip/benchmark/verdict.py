@@ -55,9 +55,9 @@ def of_tasks(compared: Sequence[tuple[Line, Sequence[Line]]]) -> str:
     verdicts = Counter(pair(own, other).verdict for own, other in against if other)
     beside = BASELINE if name != BASELINE else BEST
     return (
-        f"{name}: on the front in {first} of {counted(len(compared), 'task')} (no entry is better "
-        f"for as few bytes); beside {beside} better in {verdicts['better']}, worse in "
-        f"{verdicts['worse']}, without a clear difference in {verdicts['noise']}"
+        f"{name}: on the front, where no entry is better for as few bytes, in {first} of "
+        f"{counted(len(compared), 'task')}; beside {beside} better in {verdicts['better']}, worse "
+        f"in {verdicts['worse']}, without a clear difference in {verdicts['noise']}"
     )
 
 

@@ -58,7 +58,8 @@ def test_an_entry_begins_with_its_ranks_a_verdict_and_its_setting() -> None:
         entry_of("gone", result(0.9, 0.9, 0.9, mb=5.0, diverged=[2])),
     ]
     first, second, *_ = page.text(entries, QUICK, None, "mine").split("\n\n")
-    assert first.startswith("mine: on the front in 1 of 1 task ")
+    assert first.startswith("mine: on the front, ")
+    assert "as few bytes, in 1 of 1 task; " in first
     assert "beside power-gossip better in 1, worse in 0, without a clear difference in 0" in first
     assert second == (
         "fashion_mnist_same: 80.00 %, 2nd of 5, for 10 MB; among entries within 2 × of its bytes "
