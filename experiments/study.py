@@ -411,7 +411,10 @@ def merged(plain: Outcome, name: str = "D-PSGD") -> Columns:
 
 
 def draw_by_size(outcomes: Outcomes, measure: str, path: Path) -> None:
-    """Draw the measure by megabytes sent: a point for each case, with the range of its seeds."""
+    """Draw the measure by megabytes sent: a point for each case, with the range of its seeds.
+
+    PowerGossip has a color.
+    """
     factor, unit, _ = _units(measure)
     points = {
         ", ".join(case): (
@@ -421,10 +424,11 @@ def draw_by_size(outcomes: Outcomes, measure: str, path: Path) -> None:
         for case, outcome in outcomes.items()
         if not outcome.diverged(measure)
     }
-    y = f"test {measure}, mean model" + (f",{unit}" if unit else "")
+    y = f"test {measure} of the mean model" + (f",{unit}" if unit else "")
     merge = max(outcome.merge for outcome in outcomes.values()) / 8e6
     x = f"megabytes sent by a worker, before a merge of {merge:.2f} MB"
-    figures.scatter(points, path, x, y, log_y=measure == "perplexity")
+    chosen = [label for label in points if "PowerGossip" in label]
+    figures.scatter(points, path, x, y, measure == "perplexity", measure == "accuracy", chosen)
 
 
 def _units(measure: str) -> tuple[float, str, Callable[[Sequence[float]], float]]:

@@ -9,6 +9,12 @@ def counted(number: int, noun: str, plural: str = "") -> str:
     return f"{number} {noun if number == 1 else plural or noun + 's'}"
 
 
+def ordinal(number: int) -> str:
+    """Return `1st`, `2nd`, `11th`."""
+    ending = "th" if number // 10 % 10 == 1 else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{ending}"
+
+
 def listed(indices: Sequence[int]) -> str:
     """Ascending indices as text: 0, 2-5."""
     texts, first = [], 0
@@ -23,6 +29,11 @@ def decimals(number: float, digits: int) -> int:
     """Return the number of decimals that show so many significant digits."""
     exponent = int(f"{number:.{digits - 1}e}".partition("e")[2])  # of the rounded number
     return max(0, digits - 1 - exponent)
+
+
+def short(number: float) -> str:
+    """Return a number with three digits, or more before the point."""
+    return f"{number:.3g}" if abs(number) < 999.5 else f"{number:.0f}"
 
 
 def prefixed(number: float, unit: str, prefixes: Sequence[str] = ("", "k", "M", "G", "T")) -> str:
@@ -65,21 +76,29 @@ def visible(text: str) -> str:
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
-def plain(table: Sequence[Sequence[str]]) -> str:
+def plain(table: Sequence[Sequence[str]], width: float = math.inf) -> str:
     """Return a table, [line][cell] with the header first, as indented plain text.
 
-    The first column is aligned to the left, the others to the right.
+    The first column is aligned to the left, the others to the right. Columns beyond the width
+    follow below, with the first column again.
     """
     table = [list(map(visible, line)) for line in table]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = (
-        "   ".join(
-            cell.rjust(width) if i else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+    blocks = [[0]]
+    for i, own in enumerate(widths[1:], 1):
+        if len(blocks[-1]) > 1 and sum(widths[k] + 3 for k in blocks[-1]) + own + 2 > width:
+            blocks.append([0])
+        blocks[-1].append(i)
+    return "\n\n".join(
+        "\n".join(
+            "  "
+            + "   ".join(
+                line[i].rjust(widths[i]) if i else line[i].ljust(widths[i]) for i in columns
+            ).rstrip()
+            for line in table
         )
-        for line in table
+        for columns in blocks
     )
-    return "\n".join(f"  {line}".rstrip() for line in lines)
 
 
 def markdown(header: Sequence[object], rows: Iterable[Sequence[object]]) -> str:

@@ -8,6 +8,8 @@ measuring.py     the cost of a step: bits, state, CPU time, predicted seconds
 campaign.py      all runs of an entry, and its results
 submissions.py   files of results
 comparison.py    measures of several entries, and pairs of them
+verdict.py       the answer in sentences
 page.py          tables, figures, the page
 command_line.py  powergossip-benchmark
+templates/       files that `new` writes
 """

@@ -1,5 +1,6 @@
 """Is my method better? Methods side by side on fixed tasks, each tuned with equally many runs.
 
+    powergossip-benchmark new my_method.py          a file to begin with, which runs as it is
     powergossip-benchmark list                      tasks, tiers and entries
     powergossip-benchmark run my_method.py          all tasks of the quick tier; resumes
     powergossip-benchmark run my_method.py --tier full --launcher slurm
@@ -8,14 +9,8 @@
     powergossip-benchmark show my_method            and the method beside each of the others
     powergossip-benchmark check my_method           whether its results are complete and sound
 
-my_method.py registers a method and has SETTINGS, the settings to try: with SGD for images, and
-with AdamW for text.
-
-    algorithms.AVERAGING["mine"] = Mine
-    SETTINGS = {
-        "all": [{"optimizer": "mine", "learning_rate": rate} for rate in (0.05, 0.1, 0.02, 0.01)],
-        "text": [{"optimizer": "mine", "learning_rate": rate} for rate in (0.01, 0.003, 0.001)],
-    }
+my_method.py registers a method, and has SETTINGS, the settings to try. `new` writes an averaging
+rule, or with --kind compressor a compressor.
 
 Results are files NAME.json in output/benchmark, beside the folders of the runs.
 """
@@ -23,6 +18,7 @@ Results are files NAME.json in output/benchmark, beside the folders of the runs.
 import argparse
 import os
 import shlex
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,7 +32,10 @@ from powergossip.formatting import plain
 OUTPUT = Path("output/benchmark")
 LAUNCHERS = ("process", "slurm")
 JOBS = 64  # default limit of concurrent Slurm jobs
+TEMPLATES = Path(__file__).parent / "templates"
+KINDS = ("averaging", "compressor")  # the first one by default
 COMMANDS: dict[str, set[str]] = {  # and their options
+    "new": {"kind"},
     "list": {"tier", "folder"},
     "run": {"tier", "task", "cores", "launcher", "folder"},
     "show": {"tier", "task", "folder", "output"},
@@ -47,9 +46,9 @@ COMMANDS: dict[str, set[str]] = {  # and their options
 def main(arguments: Sequence[str]) -> None:
     """Carry out a command line. Raises BadInput; exits with 1 if a run failed."""
     options = _parse(arguments)
-    carry_out = {"list": _list, "run": _run, "show": _show, "check": _check}[options.command]
+    carry_out = {"new": _new, "list": _list, "run": _run, "show": _show, "check": _check}
     try:
-        carry_out(options)
+        carry_out[options.command](options)
     except OSError as error:
         if error.filename is None:  # of the standard output
             raise
@@ -66,7 +65,7 @@ def command() -> None:
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = command_line.parser("powergossip-benchmark", __doc__ or "")
-    parser.add_argument("command", help="list, run, show or check")
+    parser.add_argument("command", help="new, list, run, show or check")
     parser.add_argument("method", nargs="?", help="a file NAME.py or NAME.json, or an entry's name")
     parser.add_argument("--tier", help=f"{', '.join(TIERS)}; by default {QUICK}")
     parser.add_argument("--task", action="append", help="a task, repeatable; by default all")
@@ -74,6 +73,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--launcher", help=f"{', '.join(LAUNCHERS)}; by default {LAUNCHERS[0]}")
     parser.add_argument("--folder", type=Path, help=f"folder of runs and results; {OUTPUT}")
     parser.add_argument("--output", type=Path, help="folder for tables, figures and page of show")
+    parser.add_argument("--kind", help=f"{', '.join(KINDS)} of a new file; by default {KINDS[0]}")
     options = command_line.parsed(parser, arguments)
     try:
         checks.one_of("command", options.command, COMMANDS)
@@ -83,6 +83,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
             raise BadInput(f"{options.command} has no option --{name}; use {accepted}")
         checks.one_of("--tier", options.tier or QUICK, TIERS)
         checks.one_of("--launcher", options.launcher or LAUNCHERS[0], LAUNCHERS)
+        checks.one_of("--kind", options.kind or KINDS[0], KINDS)
         for name in options.task or ():
             checks.one_of("--task", name, TASKS)
         if options.cores is not None:
@@ -91,11 +92,27 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         raise BadInput(str(error)) from error
     if options.command in ("run", "check") and options.method is None:
         raise BadInput(f"{options.command} needs a file or the name of an entry")
+    if options.command == "new" and Path(options.method or "").suffix != ".py":
+        raise BadInput("new needs the name of a file, such as my_method.py")
     if options.command == "list" and options.method is not None:
         raise BadInput(f"list takes no method; use show {options.method}")
     options.tier, options.launcher = options.tier or QUICK, options.launcher or LAUNCHERS[0]
     options.repetition, options.folder = options.folder, options.folder or OUTPUT
     return options
+
+
+def _new(options: argparse.Namespace) -> None:
+    from powergossip.benchmark import entries
+
+    path, text = Path(options.method), (TEMPLATES / f"{options.kind or KINDS[0]}.py").read_text()
+    text = text.replace("my_method.py", str(path)).replace("my_method", path.stem)
+    entries.from_source(text, path)  # its name
+    try:
+        with path.open("x") as file:
+            file.write(text)
+    except FileExistsError as error:
+        raise BadInput(f"{path} exists; use another name") from error
+    print(f"written: {path}; change it, then: powergossip-benchmark run {shlex.quote(str(path))}")
 
 
 def _list(options: argparse.Namespace) -> None:
@@ -209,9 +226,10 @@ def _show(options: argparse.Namespace) -> None:
         if entry["name"] == chosen and not {*tasks} & {*entry["tiers"].get(options.tier, {})}:
             missing = f"{', '.join(tasks)} in the tier {options.tier}"
             raise BadInput(f"{chosen} has no results of {missing}; run it first")
-    print(page.text(found, options.tier, options.task, chosen), end="")
+    width = shutil.get_terminal_size((100, 24)).columns
+    print(page.text(found, options.tier, options.task, chosen, width), end="")
     if options.output is not None:
-        for path in page.write(found, options.output, options.task):
+        for path in page.write(found, options.output, options.task, [options.tier], chosen):
             print(f"written: {path}")
 
 

@@ -49,6 +49,16 @@ class Line:
         return [of_run + self.merge for of_run in self.last("MB")]
 
     @property
+    def cost(self) -> float:
+        """The mean of the megabytes, ∞ if all runs diverged."""
+        return sum(self.megabytes) / len(self.runs) if self.runs else math.inf
+
+    @property
+    def processor(self) -> str:
+        """The processor that its seconds were measured on."""
+        return str(self.found["made"].get("processor", "unknown"))
+
+    @property
     def megabytes_of_step(self) -> float:
         """Megabytes that a worker sends in a step, on average."""
         return sum(self.last("MB")) / max(1, sum(self.last("step")))
@@ -194,12 +204,3 @@ def quantile(level: float, n: int) -> float:
     from scipy.stats import t
 
     return float(t.ppf(0.5 + level / 2, max(1, n - 1)))
-
-
-def front(lines: Sequence[Line], cost: Mapping[str, float]) -> list[Line]:
-    """The lines that none beats in quality and cost (by name) at once, cheapest first."""
-    kept: list[Line] = []
-    for line in sorted(lines, key=lambda line: (cost[line.name], -line.quality)):
-        if math.isfinite(line.quality) and (not kept or line.quality > kept[-1].quality):
-            kept.append(line)
-    return kept

@@ -1,69 +1,113 @@
 """Tables and figures of a comparison."""
 
 import math
+import textwrap
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from powergossip import formatting
-from powergossip.benchmark import library
-from powergossip.benchmark.comparison import Line, front, lines, pair
+from powergossip.benchmark import verdict
+from powergossip.benchmark.comparison import Line, lines, pair
 from powergossip.benchmark.tasks import RATES, TASKS, TIERS, BenchmarkTask
 from powergossip.runs import figures
 
 Entries = Sequence[Mapping[str, Any]]
 Table = list[list[str]]
 
+# A task, its lines, the one of the chosen entry, and the names of entries that are not compared.
+Section = tuple[BenchmarkTask, Sequence[Line], Line | None, Sequence[str]]
+
 NAME = "benchmark"  # of the file
+OTHER = "*"  # behind seconds of another processor
+ABOUT = (
+    "±: after a measure the standard deviation over the seeds, after a difference half of its 95 % "
+    "interval. Differences are {} minus the entry."
+)
 
 
-def text(entries: Entries, tier: str, tasks: Sequence[str] | None, chosen: str | None) -> str:
-    """The tables as plain text: of each task, and of `chosen` beside each of the others."""
-    parts = []
+def text(
+    entries: Entries,
+    tier: str,
+    tasks: Sequence[str] | None,
+    chosen: str | None,
+    width: float = math.inf,
+) -> str:
+    """The tables as plain text: of each task, and of `chosen` beside each of the others.
+
+    It begins with the sentences of `chosen`.
+    """
+    wrap = partial(textwrap.fill, width=int(min(width, 10**6)), subsequent_indent="    ")
+    sections, parts = _sections(entries, tier, tasks, chosen), []
+    for task, found, own, others in sections:
+        tables = [table(found, own)] if found else []
+        if own is not None and len(found) > 1:
+            near = [_marked(line, own) for line in (own, *verdict.rivals(own, found))]
+            tables = [pairs(own, found), _costs(tables[0], near)]
+        parts += [wrap(f"{_title(task)}, {tier}")] * bool(tables or others)
+        parts += [formatting.plain(rows, width) for rows in tables]
+        parts += [wrap(note) for note in _notes(found, own, others)]
+    if not parts:
+        return f"there are no results of the tier {tier}; use --tier, or run\n"
+    return "\n\n".join([*map(wrap, answer(sections)), *parts]) + "\n"
+
+
+def answer(sections: Sequence[Section]) -> list[str]:
+    """The sentences of the chosen entry: of all tasks, of each of them, and what ± means."""
+    compared = [(own, found) for _, found, own, _ in sections if own is not None]
+    if not compared:
+        return []
+    of_each = [
+        formatting.visible(f"{verdict.of_task(*of)}. Setting: {verdict.setting(of[0])}.")
+        for of in compared
+    ]
+    return [f"{verdict.of_tasks(compared)}.", *of_each, ABOUT.format(compared[0][0].name)]
+
+
+def write(
+    entries: Entries,
+    folder: Path,
+    tasks: Sequence[str] | None = None,
+    tiers: Sequence[str] = TIERS,
+    chosen: str | None = None,
+) -> list[Path]:
+    """Write benchmark.md, and a figure for each task and tier, with `chosen` beside the others."""
+    folder.mkdir(parents=True, exist_ok=True)
+    written, parts = [], []
+    for tier in tiers:
+        sections = _sections(entries, tier, tasks, chosen)
+        by_task = {task.name: found for task, found, _, _ in sections}
+        if not any(by_task.values()):
+            continue
+        parts += [f"### Tier {tier}", *answer(sections), _markdown(overview(by_task))]
+        for task, found, own, others in sections:
+            if not found:
+                continue
+            figure, title = folder / f"{task.name}-{tier}.svg", _title(task)
+            parts.append(f"#### {title}")
+            if draw(found, figure, own):
+                written.append(figure)
+                parts.append(f"![{title}: quality by megabytes sent]({figure.name})")
+            tables = [table(found, own), *([pairs(own, found)] if own and len(found) > 1 else [])]
+            parts += [*map(_markdown, tables), *_notes(found, own, others)]
+    page = folder / f"{NAME}.md"
+    page.write_text("\n\n".join(parts) + "\n")
+    return [page, *written]
+
+
+def _sections(
+    entries: Entries, tier: str, tasks: Sequence[str] | None, chosen: str | None
+) -> list[Section]:
+    """The tasks, with `chosen` those in which it takes part."""
+    sections: list[Section] = []
     for task in _of(tasks):
         found, others = lines(task, tier, entries)
         own = next((line for line in found if line.name == chosen), None)
-        if chosen and own is None and chosen not in others:
-            continue  # it takes no part in the task
-        tables = [formatting.plain(table(found))] if found else []
-        if own is not None and len(found) > 1:
-            tables.append(formatting.plain(pairs(own, found)))
-        if others:
-            tables.append(
-                f"  not compared, with other data or another version: {', '.join(others)}"
-            )
-        if tables:
-            parts += [f"{_title(task)}, {tier}", *tables]
-    return (
-        "\n\n".join(parts) + "\n"
-        if parts
-        else f"there are no results of the tier {tier}; use --tier, or run\n"
-    )
-
-
-def write(entries: Entries, folder: Path, tasks: Sequence[str] | None = None) -> list[Path]:
-    """Write benchmark.md, and a figure for each task and tier."""
-    folder.mkdir(parents=True, exist_ok=True)
-    written, sections = [], []
-    for tier in TIERS:
-        by_task = {task.name: lines(task, tier, entries)[0] for task in _of(tasks)}
-        if not any(by_task.values()):
-            continue
-        sections.append(f"### Tier {tier}\n\n{_markdown(overview(by_task))}")
-        for name, found in by_task.items():
-            if not found:
-                continue
-            figure = folder / f"{name}-{tier}.svg"
-            title, shown = _title(TASKS[name]), f"#### {_title(TASKS[name])}\n\n"
-            shown += _markdown(table(found))
-            if draw(found, figure):
-                written.append(figure)
-                shown += f"\n\n![{title}: quality by megabytes sent]({figure.name})"
-            sections.append(shown)
-    page = folder / f"{NAME}.md"
-    page.write_text("\n\n".join(sections) + "\n")
-    return [page, *written]
+        if not chosen or own is not None or chosen in others:
+            sections.append((task, found, own, others))
+    return sections
 
 
 def overview(by_task: Mapping[str, Sequence[Line]]) -> Table:
@@ -81,11 +125,16 @@ def overview(by_task: Mapping[str, Sequence[Line]]) -> Table:
     return [header, *([name, *(cells.get((name, c), "") for c in columns)] for name in order)]
 
 
-def table(found: Sequence[Line]) -> Table:
-    """The measures of a task's entries, without empty columns."""
-    task = found[0].task
+def table(found: Sequence[Line], own: Line | None = None) -> Table:
+    """The measures of a task's entries, without empty columns. `own` is marked."""
+    task, usual = found[0].task, _processor(found, own)
     measure = task.measure
     target = f"{measure.factor * found[0].target:g}"
+
+    def timed(line: Line, text: str) -> str:
+        number = text not in ("", "never")
+        return text + f" {OTHER}" * (number and not task.is_virtual and line.processor != usual)
+
     columns: dict[str, Callable[[Line], str]] = {
         measure.title: lambda line: _seed_spread(line, "mean"),
         "worst worker": lambda line: _seed_spread(line, "worst"),
@@ -94,64 +143,80 @@ def table(found: Sequence[Line]) -> Table:
         "MB with a merge": lambda line: _number(line.megabytes),
         f"MB to {target}": lambda line: _bounded(line, line.to_target("MB")),
     }
-    if task.is_virtual:
-        columns[f"virtual s to {target}"] = partial(_seconds, "")
-    else:
-        for rate in RATES:
-            columns[f"s to {target}, {rate} Mbit/s"] = partial(_seconds, rate)
+    for rate in [""] if task.is_virtual else RATES:
+        header = f"s to {target}, {rate} Mbit/s" if rate else f"virtual s to {target}"
+        columns[header] = partial(lambda rate, line: timed(line, _seconds(rate, line)), rate)
     columns["state, MB"] = lambda line: _single(line.found.get("state"), 1e-6)
-    columns["averaging, CPU ms"] = lambda line: _single(line.found.get("cpu"), 1e3)
-    rows = [[line.name, *(cell(line) for cell in columns.values())] for line in found]
+    columns["averaging, CPU ms"] = lambda line: timed(line, _single(line.found.get("cpu"), 1e3))
+    rows = [[_marked(line, own), *(cell(line) for cell in columns.values())] for line in found]
     return formatting.without_empty_columns([["entry", *columns], *rows])
 
 
 def pairs(own: Line, found: Sequence[Line]) -> Table:
-    """An entry beside each of the others: mean difference over seeds, interval, verdict, and its
-    megabytes with a merge as a multiple of theirs."""
-    rows = [[f"{own.name} beside", "difference", "verdict", "× MB with a merge"]]
+    """An entry beside each of the others: the mean difference over seeds, its interval, and the
+    verdict on `own`."""
+    measure = own.task.measure
+    rows = [["entry", measure.title, "MB with a merge", "difference, 95 %", "verdict"]]
     for line in found:
-        if line is own:
-            continue
         of = pair(own, line)
-        factor, places = own.task.measure.factor, own.task.measure.places
         difference = (
             "diverged"
             if own.diverged or line.diverged
             else "other seeds"
             if math.isnan(of.difference)
-            else f"{factor * of.difference:+.{places}f} ± {factor * of.margin:.{places}f}"
+            else f"{measure.shown(of.difference, '+')} ± {measure.shown(of.margin)}"
         )
-        rows.append([line.name, difference, of.verdict, _multiple(own.megabytes, line.megabytes)])
+        cells = [_marked(line, own), _seed_spread(line, "mean"), _number(line.megabytes)]
+        rows.append([*cells, *(["", ""] if line is own else [difference, of.verdict])])
     return rows
 
 
-def _multiple(of: Sequence[float], than: Sequence[float]) -> str:
-    """The mean of values as a multiple of the mean of others."""
-    if not of or not any(than):
-        return ""
-    return f"{sum(of) / len(of) * len(than) / sum(than):.3g}"
+def _costs(rows: Table, names: Sequence[str]) -> Table:
+    """The lines of some entries, without the columns that `pairs` has too."""
+    too = (rows[0][1], "better · noise · worse", "MB with a merge")
+    kept = [i for i, header in enumerate(rows[0]) if header not in too]
+    return [[row[i] for i in kept] for row in rows if row[0] in ("entry", *names)]
 
 
-def draw(found: Sequence[Line], path: Path) -> bool:
-    """Draw quality by megabytes with a merge, and the front: the entries that none beats in both.
+def _marked(line: Line, own: Line | None) -> str:
+    return f"{line.name} ←" if line is own else line.name
+
+
+def _processor(found: Sequence[Line], own: Line | None) -> str:
+    """That of `own`, or the usual one."""
+    ((usual, _),) = Counter(line.processor for line in found).most_common(1)
+    return own.processor if own else usual
+
+
+def _notes(found: Sequence[Line], own: Line | None, others: Sequence[str]) -> list[str]:
+    """What the tables of a task leave out or compare with care."""
+    notes = []
+    if found and not found[0].task.is_virtual:
+        usual = _processor(found, own)
+        away = {line.processor for line in found} - {usual}
+        text = f"{OTHER}: seconds of another processor ({', '.join(sorted(away))}) than {usual}."
+        notes += [text] if away else []
+    if others:
+        notes.append(f"Not compared, with other data or another version: {', '.join(others)}.")
+    return notes
+
+
+def draw(found: Sequence[Line], path: Path, own: Line | None = None) -> bool:
+    """Draw quality by megabytes with a merge. An entry of its own and its rivals have colors.
 
     Returns whether there is something to draw.
     """
-    kept = [line for line in found if not line.diverged]
-    factor = found[0].task.measure.factor
-    cost = {line.name: sum(line.megabytes) / len(line.runs) for line in kept}
+    measure = found[0].task.measure
     points = {
-        line.name: (cost[line.name], [factor * value for value in line.last("mean")])
-        for line in kept
-        if cost[line.name] > 0
+        line.name: (line.cost, [measure.factor * value for value in line.last("mean")])
+        for line in found
+        if not line.diverged and line.cost > 0
     }
     if not points:
         return False
-    best = [line.name for line in front(kept, cost) if line.name in points]
-    measure = found[0].task.measure.title
     across = "megabytes sent by the busiest worker, with a merge"
-    names = list(library.ENTRIES)
-    figures.scatter(points, path, across, measure, front=best, names=names)
+    chosen = [line.name for line in (own, *verdict.rivals(own, found))] if own else []
+    figures.scatter(points, path, across, measure.title, False, measure.larger_is_better, chosen)
     return True
 
 
@@ -180,7 +245,7 @@ def _number(values: Sequence[float]) -> str:
     if not values or any(math.isnan(value) for value in values):
         return ""
     mean = sum(values) / len(values)
-    return "never" if math.isinf(mean) else f"{mean:.3g}" if mean < 999.5 else f"{mean:.0f}"
+    return "never" if math.isinf(mean) else formatting.short(mean)
 
 
 def _seconds(rate: str, line: Line) -> str:

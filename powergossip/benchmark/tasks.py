@@ -52,10 +52,13 @@ class Measure:
     factor: float = 1.0
     places: int = 3
 
+    def shown(self, value: float, sign: str = "") -> str:
+        return f"{self.factor * value:{sign}.{self.places}f}"
+
 
 ACCURACY = Measure("accuracy", "accuracy, %", True, 0.01, most=1.0, factor=100.0, places=2)
 BITS_PER_BYTE = Measure("bits_per_byte", "bits per byte", False, 0.02)
-ERROR = Measure("error", "log₁₀ of the relative error", False, 0.2, least=-10.0, places=2)
+ERROR = Measure("error", "log₁₀ of the error", False, 0.2, least=-10.0, places=2)
 
 
 @dataclass(frozen=True)

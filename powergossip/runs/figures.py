@@ -1,27 +1,34 @@
 """Figures of rows. See powergossip.runs.metrics for the rows."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
+    from numpy.typing import NDArray
     from pandas import DataFrame, Series
 from powergossip.runs.metrics import select_rows
 from powergossip.runs.tables import best_settings, by_setting
 
-# The palette of Okabe & Ito, distinguishable with color vision deficiency. Further curves differ by
-# line style.
-# The first ones of Okabe & Ito. All are visible on a white and on a black background.
+# The first ones are of Okabe & Ito, distinguishable with color vision deficiency. All are visible
+# on a white and on a black background. Further curves differ by line style.
 _COLORS = (
     *("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"),
     *("#7F7F7F", "#8E5BD0", "#8A8A00", "#9C5A2D", "#E4394D", "#2FB5B0"),
 )
 _STYLES = ("-", "--", ":")
 _LABEL = 32  # characters in a line of a vertical label, which fit in the height of a panel
-_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<", ">")
+# Of points with names in the same color: as legible as possible on both backgrounds.
+_OF_NAMES = ("#D55E00", "#0072B2", "#009E73", "#8E5BD0", "#C2559B", "#8A7A00", "#9C5A2D", "#3D8F9E")
+_GREY = "#767676"  # of text and axes, with equal contrast to white and to black
+_WIDTH, _HEIGHT = 4.6, 3.1  # inches of a panel, of which a telephone shows 80 %
+_DISTANCES = (5, 12, 20, 30, 42, 56)  # points between a name and its point
+_AROUND = [(1, 0), (-1, 0), *((right, up) for right in (1, -1, 0, 0.5, -0.5) for up in (1, -1))]
 
 
 def figure(rows: "DataFrame", path: Path | str, metric: str = "accuracy") -> None:
@@ -138,41 +145,63 @@ def scatter(
     x: str,
     y: str,
     log_y: bool = False,
-    front: Sequence[str] = (),
-    names: Sequence[str] = (),
+    larger_is_better: bool = True,
+    chosen: Sequence[str] = (),
 ) -> None:
     """Draw {label: (x, ys)}: the mean of ys as a point, and a bar from the smallest to the largest.
 
     The horizontal axis is logarithmic, the vertical one with `log_y`. x and y are the labels of the
-    axes. A line connects the points of `front`. Labels in `names` have the color and the marker of
-    their position there, in all figures.
+    axes. A line connects the front: the points that none beats in y with a smaller x. Names stand
+    beside the points, as far as there is room. The chosen ones, by default the front, have a color,
+    and the first one a bold name. The others are grey.
 
     Raises:
         ValueError: If there is nothing to draw.
     """
 
+    means = {label: sum(reached) / len(reached) for label, (_, reached) in points.items()}
+    sign = 1 if larger_is_better else -1
+    best = front({label: (points[label][0], sign * mean) for label, mean in means.items()})
+    colored = [label for label in chosen if label in points] or best
+    colors = dict(zip(colored, _OF_NAMES, strict=False))
+
     def draw(axes: "Axes") -> None:
-        means = {label: sum(reached) / len(reached) for label, (_, reached) in points.items()}
-        along = [points[label][0] for label in front], [means[label] for label in front]
-        axes.plot(*along, color="#7F7F7F", linewidth=1, zorder=0)
-        order = list(dict.fromkeys((*names, *points)))
+        along = [points[label][0] for label in best], [means[label] for label in best]
+        axes.plot(*along, color=_GREY, alpha=0.6, linewidth=1, zorder=1)
         for label, (at, reached) in points.items():
-            i, mean = order.index(label), means[label]
+            mean, own = means[label], label in chosen[:1]
             axes.errorbar(
                 at,
                 mean,
                 yerr=[[mean - min(reached)], [max(reached) - mean]],
-                color=_COLORS[i % len(_COLORS)],
-                marker=_MARKERS[i % len(_MARKERS)],
+                color=colors.get(label, _GREY),
+                marker="o",
+                markersize=7 if own else 5 if label in colors else 3.5,
                 linestyle="",
-                capsize=3,
-                label=_name(label),
+                elinewidth=1,
+                alpha=1 if label in colors else 0.6,
+                zorder=3 if label in colors else 2,
             )
         axes.set_xscale("log")
         if log_y:
             axes.set_yscale("log")
+        axes.margins(0.1)
 
-    _draw(path, ("", x, y, draw if points else None), width=7.0)
+    def name(axes: "Axes") -> None:
+        order = dict.fromkeys((*colors, *best, *points))
+        _name_points(axes, {label: points[label] for label in order}, colors, best, chosen[:1])
+
+    _draw(path, ("", x, y, draw if points else None), then=name)
+
+
+def front(points: Mapping[str, tuple[float, float]]) -> list[str]:
+    """The names in {name: (cost, quality)} that none beats in both at once, cheapest first."""
+    kept: list[str] = []
+    for name in sorted(points, key=lambda name: (points[name][0], -points[name][1])):
+        quality = points[name][1]
+        if math.isfinite(quality) and (not kept or quality > points[kept[-1]][1]):
+            kept.append(name)
+    return kept
 
 
 def curves(
@@ -183,7 +212,7 @@ def curves(
     log_x: bool = False,
     log_y: bool = False,
 ) -> None:
-    """Draw panels side by side, {title: {label: (xs, ys)}}, with the same legend and axis labels.
+    """Draw panels, {title: {label: (xs, ys)}}, with the same legend and axis labels.
 
     Raises:
         ValueError: If there is nothing to draw.
@@ -201,7 +230,7 @@ def curves(
     drawn = [
         (title, x, y, partial(draw, lines) if lines else None) for title, lines in panels.items()
     ]
-    _draw(path, *drawn, width=7.0 if len(panels) == 1 else 4.2)
+    _draw(path, *drawn)
 
 
 def consensus_figure(rows: "DataFrame", path: Path | str) -> None:
@@ -243,13 +272,16 @@ def consensus_figure(rows: "DataFrame", path: Path | str) -> None:
 Panel = tuple[str, str, str, "Callable[[Axes], None] | None"]
 
 
-def _draw(path: Path | str, *panels: Panel, width: float = 4.2) -> None:
-    """Draw panels side by side, with a legend below, and write the file.
+def _draw(
+    path: Path | str, *panels: Panel, then: "Callable[[Axes], None]" = lambda _: None
+) -> None:
+    """Draw panels one above the other, with a legend below, and write the file.
+
+    The background is transparent, for light and dark pages.
 
     Args:
-        width: Inches of a panel.
+        then: Adds to each panel, when sizes and limits are final.
     """
-    from math import ceil
     from textwrap import fill
 
     from matplotlib import rc_context
@@ -261,37 +293,121 @@ def _draw(path: Path | str, *panels: Panel, width: float = 4.2) -> None:
     drawn = [(title, x, y, draw) for title, x, y, draw in panels if draw is not None]
     if not drawn:
         raise ValueError(f"nothing to draw in {path}: none of its rows is there")
-    layout = ConstrainedLayoutEngine(wspace=0.06)
-    across = len(drawn)
-    figure = Figure(figsize=(0.6 + width * across, 3.9), layout=layout)
-    FigureCanvasAgg(figure)
-    all_axes = figure.subplots(1, across, squeeze=False).ravel()
-    for axes, (title, x, y, draw) in zip(all_axes, drawn, strict=True):
-        axes.set_title(title, fontsize=11)
-        axes.set_xlabel(x)
-        axes.set_ylabel(fill(y, _LABEL).replace("$", r"\$"))
-        axes.grid(color="0.9")
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
-        draw(axes)
-        for axis in (axes.xaxis, axes.yaxis):
-            if axis.get_scale() == "log":
-                _label_decades(axis)
-        if x == "epoch":
-            axes.xaxis.set_major_locator(MaxNLocator(7, integer=True, min_n_ticks=1))
-            first, last = axes.dataLim.intervalx
-            if 0 <= last - first < 0.5:  # −∞ without lines
-                axes.set_xlim(first - 0.5, last + 0.5)
-    legends = [axes.get_legend_handles_labels() for axes in all_axes]
-    lines, names = max(legends, key=lambda found: len(found[1]))  # lines may be absent in a panel
-    longest = 6 + max(map(len, names), default=0)  # characters, with the line before the name
-    fitting = int(12 * (0.6 + width * across) / longest)  # about 12 characters in an inch
-    beside = max(1, min(len(names), max(3, 2 * across), fitting))
-    figure.legend(lines, names, loc="outside lower center", ncols=beside, frameon=False)
-    more = max(0, ceil(len(names) / beside) - 4)  # rows of a long legend, 0.2 inches each
-    figure.set_figheight(figure.get_figheight() + 0.2 * more)
-    with rc_context({"svg.fonttype": "none"}):  # text stays text
-        figure.savefig(path, dpi=150)
+    parts = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
+    style: dict[Any, Any] = {**dict.fromkeys(parts, _GREY), "font.size": 9}
+    with rc_context({**style, "svg.fonttype": "none"}):  # text stays text
+        size = _WIDTH, _HEIGHT * len(drawn)
+        figure = Figure(figsize=size, layout=ConstrainedLayoutEngine(hspace=0.05))
+        FigureCanvasAgg(figure)
+        all_axes = figure.subplots(len(drawn), 1, squeeze=False).ravel()
+        for axes, (title, x, y, draw) in zip(all_axes, drawn, strict=True):
+            axes.set_title(_name(title or y), fontsize=10, loc="left")
+            axes.set_xlabel(x)
+            axes.set_ylabel(fill(_name(y), _LABEL) if title else "")
+            axes.grid(color=_GREY, alpha=0.25, linewidth=0.6)
+            axes.set_axisbelow(True)
+            axes.set_facecolor("none")
+            axes.spines[["top", "right"]].set_visible(False)
+            draw(axes)
+            for axis in (axes.xaxis, axes.yaxis):
+                if axis.get_scale() == "log":
+                    _label_decades(axis)
+            if x == "epoch":
+                axes.xaxis.set_major_locator(MaxNLocator(7, integer=True, min_n_ticks=1))
+                first, last = axes.dataLim.intervalx
+                if 0 <= last - first < 0.5:  # −∞ without lines
+                    axes.set_xlim(first - 0.5, last + 0.5)
+        legends = [axes.get_legend_handles_labels() for axes in all_axes]
+        lines, names = max(legends, key=lambda found: len(found[1]))  # lines may be absent
+        if names:
+            longest = 6 + max(map(len, names))  # characters, with the line before the name
+            beside = max(1, int(13 * _WIDTH / longest))
+            figure.legend(lines, names, loc="outside lower center", ncols=beside, frameon=False)
+            rows = math.ceil(len(names) / beside)
+            figure.set_figheight(figure.get_figheight() + 0.19 * rows)
+        figure.draw_without_rendering()
+        figure.set_layout_engine("none")
+        for axes in all_axes:
+            then(axes)
+        figure.savefig(path, dpi=200, transparent=True)
+
+
+def _name_points(
+    axes: "Axes",
+    points: Mapping[str, tuple[float, Sequence[float]]],
+    colors: Mapping[str, str],
+    line: Sequence[str],
+    bold: Sequence[str],
+) -> None:
+    """Write names beside points, in this order, where they cover no point, bar or other name, and
+    as little as possible of the line through some points.
+
+    A name with a color may stand far from its point. Others without a place are left out.
+    """
+    from textwrap import fill
+
+    import numpy as np
+
+    pixels = axes.figure.dpi / 72
+    names = list(points)
+    means = [(x, sum(ys) / len(ys)) for x, ys in points.values()]
+    ends = [(x, end(ys)) for end in (min, max) for x, ys in points.values()]
+    at = axes.transData.transform(means)
+    # Corners [box, lower or upper, x or y] of what names should not cover.
+    markers = np.stack([at - 3 * pixels, at + 3 * pixels], 1)
+    bars = axes.transData.transform(ends).reshape(2, -1, 2).swapaxes(0, 1)
+    steps = np.linspace(0, 1, 25)[:, None]
+    through = [at[names.index(label)] for label in line]
+    ways = [np.zeros((0, 2)), *(a + steps * (b - a) for a, b in pairwise(through))]
+    drawn = np.concatenate(ways)[:, None].repeat(2, 1)
+    placed: dict[str, tuple[Any, ...]] = {}  # corners, offset, distance
+    styles: dict[str, dict[str, Any]] = {
+        label: {
+            "text": fill(_name(label), 28, break_on_hyphens=False),
+            "color": colors.get(label, _GREY),
+            "size": 8,
+            "weight": "bold" if label in bold else "normal",
+        }
+        for label in names
+    }
+    for label in (*colors, *names):  # colored ones again, when the others have a place
+        point = at[names.index(label)]
+        measured = axes.annotate(xy=means[names.index(label)], **styles[label])
+        size = np.array(measured.get_window_extent().size)
+        measured.remove()
+        far = np.repeat(_DISTANCES[: None if label in colors else 2], len(_AROUND))
+        offsets = np.resize(_AROUND, (len(far), 2)) * (far[:, None] * pixels + size / 2)
+        boxes = point + offsets[:, None] + np.stack([-size, size]) / 2
+        taken = np.array([*markers, *(box for of, (box, *_) in placed.items() if of != label)])
+        hidden = _overlap(boxes, taken).sum(1)
+        hidden += (boxes[:, 0] < axes.bbox.min).any(1) | (boxes[:, 1] > axes.bbox.max).any(1)
+        leaders = (point + steps * offsets[:, None]).reshape(-1, 1, 2).repeat(2, 1)
+        crossed = _overlap(leaders, np.delete(taken, names.index(label), 0))
+        crossed = crossed.reshape(len(far), len(steps), -1).any(1).sum(1)
+        covered = 3 * _overlap(boxes, drawn).sum(1) + 30 * _overlap(boxes, bars).sum(1)
+        cost = 100 * hidden + 40 * crossed + covered + far
+        best = cost.argmin()
+        if cost[best] < 100 or label in colors:
+            placed[label] = boxes[best], offsets[best] / pixels, far[best]
+    for label, (_, offset, distance) in placed.items():
+        arrow = {"arrowstyle": "-", "color": styles[label]["color"], "lw": 0.6, "shrinkA": 0}
+        axes.annotate(
+            xy=means[names.index(label)],
+            xytext=offset,
+            textcoords="offset points",
+            ha="center",
+            va="center",
+            arrowprops=arrow if distance > _DISTANCES[0] else None,
+            **styles[label],
+        )
+
+
+def _overlap(boxes: "NDArray[Any]", others: "NDArray[Any]") -> "NDArray[Any]":
+    """Whether boxes share points, [box, other], from corners [box, lower or upper, x or y]."""
+    import numpy as np
+
+    below, above = boxes[:, None, 0] <= others[:, 1], boxes[:, None, 1] >= others[:, 0]
+    return np.all(below & above, -1)
 
 
 def _label_decades(axis: "Axis") -> None:

@@ -36,7 +36,7 @@ from powergossip.benchmark import (
     tasks,
 )
 from powergossip.benchmark.campaign import Campaign, score
-from powergossip.benchmark.comparison import Line, front, pair
+from powergossip.benchmark.comparison import Line, pair
 from powergossip.benchmark.tasks import QUICK, SEEDS, TASKS, TRIES, Values
 from powergossip.errors import BadInput
 from powergossip.network import Mean, ToAll
@@ -44,7 +44,7 @@ from powergossip.parameters import Layout
 from powergossip.runner import runner
 from powergossip.runner.jobs import Job
 from powergossip.runner.runner import yaml_text
-from powergossip.runs import metrics
+from powergossip.runs import figures, metrics
 from tests.harness import launch, small_data
 from tests.harness.benchmarking import Half, differing, entry_of, line, result, written
 from tests.harness.launch import ROOT
@@ -751,9 +751,7 @@ def test_units_and_spread_of_a_table() -> None:
     assert row["worst worker"] == "20.00 ± 0.00"
     assert (row["MB sent"], row["state, MB"], row["averaging, CPU ms"]) == ("10", "2", "3")
     beside = page.pairs(line(0.8, 0.8, 0.8), [other])
-    assert beside[1] == ["b", "+10.00 ± 0.00", "better", "1"]
-    assert page.pairs(line(0.8, mb=3.0), [line(0.7, mb=0.1)])[1][-1] == "30"
-    assert page.pairs(line(0.8), [line(0.7, mb=0.0)])[1][-1] == ""
+    assert beside[1] == ["b", "70.00 ± 0.00", "10", "+10.00 ± 0.00", "better"]
 
 
 def test_an_entry_of_few_tasks_is_not_first_for_that() -> None:
@@ -764,9 +762,9 @@ def test_an_entry_of_few_tasks_is_not_first_for_that() -> None:
 
 
 def test_a_page_has_the_figures_of_its_results_only(tmp_path: Path) -> None:
-    for found, figures in [(result(0.5), 1), (result(0.5, diverged=[1]), 0)]:
+    for found, drawn in [(result(0.5), 1), (result(0.5, diverged=[1]), 0)]:
         page.write([entry_of("a", found)], tmp_path)
-        assert (tmp_path / "benchmark.md").read_text().count(".svg") == figures
+        assert (tmp_path / "benchmark.md").read_text().count(".svg") == drawn
 
 
 @pytest.mark.filterwarnings("error")  # matplotlib warns of a figure that is too small
@@ -901,18 +899,16 @@ def test_a_check_has_one_level_for_all_tasks() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 5)), min_size=1, max_size=8))
-def test_no_line_beats_one_of_the_front(points: list[tuple[int, int]]) -> None:
-    made = [line(float(q), name=str(i)) for i, (q, _) in enumerate(points)]
-    cost = {str(i): float(c) for i, (_, c) in enumerate(points)}
-    kept = front(made, cost)
+def test_no_point_beats_one_of_the_front(points: list[tuple[int, int]]) -> None:
+    kept = figures.front({str(i): (float(c), float(q)) for i, (q, c) in enumerate(points)})
     for i, (q, c) in enumerate(points):
         beaten = any(
             (p >= q and d <= c) and (p > q or d < c) for j, (p, d) in enumerate(points) if j != i
         )
         if beaten:
-            assert made[i] not in kept
+            assert str(i) not in kept
         else:  # or one of its equals
-            assert any(other.quality == q and cost[other.name] == c for other in kept)
+            assert (q, c) in [points[int(name)] for name in kept]
 
 
 # --- The program ----------------------------------------------------------------------------------
@@ -936,7 +932,7 @@ def test_a_user_runs_a_method_of_their_own(
     assert json.loads(first)["tiers"][QUICK]["consensus_random"]["made"]["date"]
     command_line.main(["show", "mine", "--output", "page"])
     assert "consensus_random" in capsys.readouterr().out
-    assert "| mine |" in (tmp_path / "page" / "benchmark.md").read_text()
+    assert "| mine ← |" in (tmp_path / "page" / "benchmark.md").read_text()
     command_line.main(["check", "output/benchmark/mine.json"])
     assert capsys.readouterr().out.endswith("mine.json is valid: 1 of 9 tasks in quick\n")
 
@@ -995,7 +991,9 @@ def test_a_task_that_fails_leaves_the_others_their_results(
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["rum"], "list, run, show or check"),
+        (["rum"], "new, list, run, show or check"),
+        (["new"], "new needs the name of a file"),
+        (["new", "d-psgd.py"], "an entry of the library"),
         (["run"], "run needs a file or the name of an entry"),
         (["run", "nobody"], 'method "nobody" is unknown'),
         (["run", "no.py"], "no.py cannot be read"),

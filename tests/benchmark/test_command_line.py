@@ -15,6 +15,7 @@ from powergossip.benchmark.tasks import FULL, QUICK, TASKS, Values
 from powergossip.errors import BadInput
 from powergossip.network import ToAll
 from powergossip.runner import runner
+from tests.harness import launch
 from tests.harness.benchmarking import Half, result, written
 
 OUTPUT = command_line.OUTPUT
@@ -107,8 +108,8 @@ def test_a_path_is_shown_in_place_of_other_results_of_its_entry(
     other = saved("elsewhere", "a", 0.25, 0.25, 0.25)
     for asked, means in (("a", "0.500"), (str(other), "0.250")):
         command_line.main(["show", asked])
-        (row,) = [r for r in capsys.readouterr().out.splitlines() if r.split()[:1] == ["a"]]
-        assert row.split()[1] == means
+        row, *_ = [r for r in capsys.readouterr().out.splitlines() if r.split()[:1] == ["a"]]
+        assert row.split()[1:3] == ["←", means]
 
 
 def test_a_copy_under_another_name_is_left_out(
@@ -122,6 +123,25 @@ def test_a_copy_under_another_name_is_left_out(
     said = capsys.readouterr()
     assert "0.500" in said.out
     assert "b.json has results of a; use a.json as its name" in said.err
+
+
+# --- new ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", command_line.KINDS)
+def test_a_new_file_is_accepted_as_it_is_and_replaces_none(kind: str, here: Path) -> None:
+    command_line.main(["new", "my_method.py", "--kind", kind])
+    entry = entries.find("my_method.py")
+    for task in ("consensus_random", "fashion_mnist_same", "text_same"):
+        assert command_line.accepts(entry, TASKS[task], QUICK, alone=True)
+    with pytest.raises(BadInput, match="exists; use another name"):
+        command_line.main(["new", "my_method.py"])
+    assert Path("my_method.py").read_text() == entry.source
+
+
+def test_the_page_shows_the_new_file() -> None:
+    page = (launch.ROOT / "docs" / "benchmark.md").read_text()
+    assert (command_line.TEMPLATES / "averaging.py").read_text() in page
 
 
 # --- run ------------------------------------------------------------------------------------------

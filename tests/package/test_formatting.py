@@ -49,3 +49,9 @@ def test_a_number_of_things_is_singular_or_plural() -> None:
 def test_a_markdown_table() -> None:
     lines = formatting.markdown(["method", "bits"], [("plain", 32), ["signs", ""]]).splitlines()
     assert lines == ["| method | bits |", "| --- | --- |", "| plain | 32 |", "| signs |  |"]
+
+
+def test_ordinals() -> None:
+    numbers = (1, 2, 3, 4, 11, 12, 13, 21, 101, 111)
+    shown = " ".join(map(formatting.ordinal, numbers))
+    assert shown == "1st 2nd 3rd 4th 11th 12th 13th 21st 101st 111th"

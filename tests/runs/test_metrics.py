@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import warnings
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.text import Text
 
 from powergossip.runs import figures, metrics, tables
 from powergossip.runs.metrics import FILE, MetricsLog
@@ -105,6 +107,7 @@ def test_a_row_that_does_not_fit_on_the_disk_is_an_error(tmp_path: Path) -> None
 
 KILLED = """
 import itertools, sys
+from itertools import combinations
 from pathlib import Path
 from powergossip.runs.metrics import MetricsLog
 log = MetricsLog(Path(sys.argv[1]))
@@ -427,6 +430,29 @@ def test_consensus_without_positive_values_has_a_table_and_a_figure(
     for function in (tables.consensus_summary, lambda rows: figures.consensus_figure(rows, "x")):
         with pytest.raises(ValueError, match="no rows"):
             function(rows[:0])
+
+
+@pytest.mark.parametrize("n", [3, 40])
+def test_names_stand_beside_points_and_never_on_each_other(
+    n: int, drawn: list[Figure], tmp_path: Path
+) -> None:
+    """Chosen ones always, in colors of their own, and all if there is room."""
+    random = np.random.default_rng(1)
+    made = {
+        f"a method of number {i}": (10 ** random.uniform(0, 2), random.normal(50, 9, 3).tolist())
+        for i in range(n)
+    }
+    chosen = list(made)[:3]
+    figures.scatter(made, tmp_path / "x.svg", "x", "y", chosen=chosen)
+    drawn[0].draw_without_rendering()
+    (axes,) = drawn[0].axes
+    colors = {text.get_text(): text.get_color() for text in axes.texts}
+    grey = {color for name, color in colors.items() if name not in chosen}
+    assert len({colors[name] for name in chosen} - grey) == 3
+    assert n > 3 or list(colors) == chosen
+    boxes = [Text.get_window_extent(text) for text in axes.texts]
+    assert not any(a.overlaps(b) for a, b in combinations(boxes, 2))
+    assert all(axes.bbox.fully_contains(*corner) for box in boxes for corner in box.corners())
 
 
 @pytest.mark.parametrize("name", ["_mine", "mass $m_$", "_$x_{$"])
