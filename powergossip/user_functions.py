@@ -66,7 +66,7 @@ def where(error: BaseException) -> str:
         frames.append((error.filename, error.lineno))
     for file, line in reversed(frames):
         if not file.startswith("<") and not _OTHERS & {*Path(file).parents}:
-            return f"{os.path.relpath(file)}, line {line}"
+            return f"{file.removeprefix(os.getcwd() + os.sep)}, line {line}"
     return ""
 
 
@@ -84,7 +84,8 @@ def one_sentence(place: str) -> Iterator[None]:
         line = where(error)
         if not line:
             raise
-        text = error.msg if isinstance(error, SyntaxError) else error
+        told = error.msg if isinstance(error, SyntaxError) else str(error)
+        text = told.partition("\n")[0]
         raise ValueError(f"{place} fails in {line}: {type(error).__name__}: {text}") from error
 
 

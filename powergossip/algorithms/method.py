@@ -53,11 +53,12 @@ def import_rows(
     Raises:
         ValueError: See `options.import_row`.
     """
-    rows = registry.AVERAGING if averaging not in aggregation.AGGREGATIONS else {}
-    _options.import_row(rows, keys[0], averaging, ("network", "layout"), "step")
-    kind = getattr(rows.get(averaging), "func", rows.get(averaging))  # of functools.partial
-    if isinstance(kind, type) and issubclass(kind, Aggregation):
-        aggregation.AGGREGATIONS[averaging] = rows.pop(averaging)
+    if averaging not in aggregation.AGGREGATIONS:
+        rows = registry.AVERAGING
+        _options.import_row(rows, keys[0], averaging, ("network", "layout"), "step")
+        kind = getattr(rows.get(averaging), "func", rows.get(averaging))  # of functools.partial
+        if isinstance(kind, type) and issubclass(kind, Aggregation):
+            aggregation.AGGREGATIONS[averaging] = rows.pop(averaging)
     _options.import_row(learning_rules.LEARNING, keys[1], learning, ("workers",))
     fields = ("fields", "compress", "decompress")
     _options.import_row(compressors.COMPRESSORS, keys[2], compressor, (), *fields)

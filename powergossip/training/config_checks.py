@@ -67,7 +67,7 @@ def checked(
     given = {
         key.removeprefix(PREFIX): values.pop(key) for key in list(values) if key.startswith(PREFIX)
     }
-    method.import_rows(values["optimizer"], values["learning"], given["compressor"])
+    method.import_rows(values["optimizer"], values["learning"], given.get("compressor"))
     _resolve_blanks(values, processes)
     c = Settings.of(values)
     if c.drop_last is None:
