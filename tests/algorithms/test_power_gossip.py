@@ -340,7 +340,7 @@ def test_power_gossip_agrees_with_the_plain_reference(
     options |= {"warm_start": warm_start}
     averaging = power_gossip(network, layout, seed=3, **options)
 
-    class Plain(reference):  # type: ignore[misc]
+    class Plain(reference):
         def random_directions(self, edge: tuple[int, int]) -> Any:
             size = (rank, shape[self.iterations % 2])
             key = randomness.keys(3, "power-gossip", [edge])

@@ -155,7 +155,7 @@ def test_a_named_row_trains_as_a_registered_one(
     registry["mine"] = registry[name]
     assert registry["mine"].__module__ == "rows_of_mine"
     assert rows_of(f"{key}=mine", *others.split(), "num_epochs=1", folder="registered") == named
-    saved = OmegaConf.load("out/config.yaml")
+    saved: Any = OmegaConf.load("out/config.yaml")
     for setting in others.split():
         option, _, value = setting.partition("=")
         assert str(saved[option]) in (value, f"{value}.0")
