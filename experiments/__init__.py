@@ -27,6 +27,22 @@ from experiments import (
 )
 from powergossip.runner.runner import Experiment
 
+# Of experiments that have the tables and figures of a paper: title → their names.
+PAPERS: dict[str, tuple[str, ...]] = {
+    "PowerGossip, arXiv:2008.01425": (
+        "consensus",
+        "consensus_faces",
+        "cifar10_resnet20",
+        "cifar10_resnet20_small",
+        "wikitext2_lstm",
+        "wikitext2_lstm_small",
+        "lstm_spectrum",
+        "lstm_spectrum_small",
+        "moniqua_tuning",
+        "moniqua_tuning_small",
+    ),
+    "RelaySGD, arXiv:2110.04175": ("cifar10_vgg11", "cifar10_vgg11_small"),
+}
 EXPERIMENTS: dict[str, Experiment] = {
     "consensus": consensus.experiment(
         "how fast workers agree, and for how many bits: random, low-rank, faces",

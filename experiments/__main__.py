@@ -16,10 +16,11 @@ import shlex
 import signal
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
-from experiments import EXPERIMENTS, results
+from experiments import EXPERIMENTS, PAPERS, results
 from powergossip import checks, command_line
 from powergossip.errors import BadInput
 from powergossip.runner.launchers import LAUNCHERS
@@ -48,9 +49,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--publish", action="store_true", help="copy the report to docs/results")
     options = command_line.parsed(parser, arguments)
     if options.command == "list":
-        width = max(map(len, EXPERIMENTS)) + 2
-        for name, experiment in EXPERIMENTS.items():
-            print(f"{name:<{width}}{experiment.title}")
+        _list()
         return
     try:
         _check(options)
@@ -82,6 +81,28 @@ def main(arguments: Sequence[str]) -> None:
             print(f"{len(failed)} runs failed; run again to repeat them", file=sys.stderr)
             sys.exit(1)
         print(f"done; see: python -m experiments report {options.name}")
+
+
+def _list() -> None:
+    """The experiments by paper, with the data that are not found."""
+    width = max(map(len, EXPERIMENTS)) + 2
+    of_papers = {*chain.from_iterable(PAPERS.values())}
+    others = tuple(name for name in EXPERIMENTS if name not in of_papers)
+    for title, names in {**PAPERS, "Questions of this project": others}.items():
+        print(f"{title}:")
+        for name in names:
+            experiment = EXPERIMENTS[name]
+            print(f"  {name:<{width}}{experiment.title}{_missing(name, experiment)}")
+
+
+def _missing(name: str, experiment: Experiment) -> str:
+    """The task whose data are missing, in brackets, or ""."""
+    for run in next(Folder(name).runs(experiment), []):
+        try:
+            replace(run, values={**run.values, "download": False}).check("mpirun")
+        except BadInput:
+            return f" [missing: the data of {run.values['task']}]"
+    return ""
 
 
 def _check(options: argparse.Namespace) -> None:

@@ -10,14 +10,44 @@ registry. Its options then include the options of the chosen row. A class whose 
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin
 
-from powergossip import checks
+from powergossip import checks, user_functions
 
 Builder = Callable[..., Any]
 Registry = Mapping[str, Builder]
+
+
+def import_row(
+    registry: dict[str, Any], key: str, name: object, given: Sequence[str], *methods: str
+) -> None:
+    """Add the row package.module:name, unless there is a row of this name. Other names, and None,
+    change nothing.
+
+    Args:
+        registry: Registry of the row.
+        key: Key or argument that has the name, for errors.
+        given: Names of the positional arguments of the row.
+        methods: Methods that the row needs if it is a class.
+
+    Raises:
+        ValueError: If the name refers to nothing, the import fails, or it is no such row.
+    """
+    if not isinstance(name, str) or not user_functions.is_name(name) or name in registry:
+        return
+    row = user_functions.find(key, name).function
+    try:
+        inspect.signature(row).bind(*given)
+    except (TypeError, ValueError) as error:
+        arguments = f"called with {', '.join(given) or 'no arguments'}"
+        accepted = f"a class or function that can be {arguments} ({error})"
+        raise checks.BadValue(key, name, accepted) from error
+    for method in methods:
+        ok = not isinstance(row, type) or hasattr(row, method)
+        checks.check(key, name, ok, f"a class with the methods {', '.join(methods)}")
+    registry[name] = row
 
 
 def find(registry: Registry, kind: str, name: object) -> Builder:

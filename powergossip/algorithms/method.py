@@ -38,6 +38,32 @@ def rows() -> dict[str, _options.Builder]:
     return {**registry.AVERAGING, **aggregation.AGGREGATIONS, **hooks}
 
 
+def import_rows(
+    averaging: Any,
+    learning: object = None,
+    compressor: object = None,
+    keys: tuple[str, str, str] = ("optimizer", "learning", "optimizer_compressor"),
+) -> None:
+    """Add the rows package.module:name of the user to their registries. Other names are skipped.
+
+    Args:
+        averaging: Name of an averaging rule, or of a class derived from Aggregation.
+        keys: Keys of the three names, for errors.
+
+    Raises:
+        ValueError: See `options.import_row`.
+    """
+    if averaging not in aggregation.AGGREGATIONS:
+        rows = registry.AVERAGING
+        _options.import_row(rows, keys[0], averaging, ("network", "layout"), "step")
+        kind = getattr(rows.get(averaging), "func", rows.get(averaging))  # of functools.partial
+        if isinstance(kind, type) and issubclass(kind, Aggregation):
+            aggregation.AGGREGATIONS[averaging] = rows.pop(averaging)
+    _options.import_row(learning_rules.LEARNING, keys[1], learning, ("workers",))
+    fields = ("fields", "compress", "decompress")
+    _options.import_row(compressors.COMPRESSORS, keys[2], compressor, (), *fields)
+
+
 def parameters(name: str, given: Mapping[str, Any] | None = None) -> dict[str, Parameter]:
     """Option → parameter of a method. `given` may name its compressor. Raises ValueError."""
     row = _options.find(rows() | registry.CONSENSUS_ONLY, "algorithm", name)

@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 import train
 from powergossip import __version__, algorithms, options
 from powergossip.algorithms import aggregation
-from powergossip.algorithms.method import Method, parameters
+from powergossip.algorithms.method import Method, import_rows, parameters
 from powergossip.atomic_files import write_atomically
 from powergossip.benchmark import data, entries, measuring
 from powergossip.benchmark.tasks import FINAL, OPTION, RESULT, TASKS, BenchmarkTask, Values
@@ -63,6 +63,8 @@ def main(arguments: Sequence[str]) -> None:
         raise BadInput(f"{request['method']} has changed since its runs began; begin again")
     settings: list[Values] = request["settings"]
     seeds: list[int] = request["seeds"]
+    for setting in settings:
+        _import(setting)
     final, folder = request["stage"] == FINAL, given.output_dir
     values = task.values_of(request["tier"])
     runs = [
@@ -84,6 +86,7 @@ def check(task: BenchmarkTask, tier: str, setting: Values) -> None:
     values = task.values_of(tier)
     own = values | setting
     try:
+        _import(setting)
         topology = measuring.graph(own, 1)
         if task.is_consensus:
             options.find(algorithms.AVERAGING, "averaging rule", own["optimizer"])
@@ -98,6 +101,12 @@ def check(task: BenchmarkTask, tier: str, setting: Values) -> None:
         ours = isinstance(error, ValueError | TypeError) and not where  # BadInput is one
         how = "is rejected" if ours else f"fails{where}: {type(error).__name__}"
         raise BadInput(f"{task.name}: the setting {setting} {how}: {text}") from error
+
+
+def _import(setting: Values) -> None:
+    """Import the rows that a setting names package.module:name. Raises ValueError."""
+    compressor = setting.get(f"{OPTION}compressor")
+    import_rows(setting["optimizer"], setting.get("learning"), compressor)
 
 
 def _averaging(own: Values, network: Network, layout: Layout) -> algorithms.Averaging:

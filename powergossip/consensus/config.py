@@ -3,6 +3,8 @@
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from powergossip.runs.configuration import OPTION
+
 
 @dataclass
 class Config:
@@ -28,7 +30,8 @@ class Config:
     #   static undirected graphs {weights: metropolis}, constant or fastest
 
     # Algorithms
-    algorithm: Any = "power_gossip"  # a name of gossip_run.ALGORITHMS, a list of names, or all
+    algorithm: Any = "power_gossip"  # a name of gossip_run.ALGORITHMS, a list of names, all, or
+    #   package.module:name, an averaging rule or a compressor, with its options optimizer_X
     compression_rank: int = 1  # rank r of power_gossip and svd; top-k and random-k keep
     #   r (m + k) / 4 of m k elements. Bits at 100 x 100, r = 1: power_gossip 3200, svd 6400, top-k
     #   2400, random-k 1600
@@ -56,7 +59,9 @@ class Settings(Config):
 
     n_workers: int = 1
     algorithm: list[str] = field(default_factory=list)
+    options: dict[str, Any] = field(default_factory=dict)  # X → value of optimizer_X
 
     def as_dict(self) -> dict[str, Any]:
         """The values by key, in the order of config.yaml."""
-        return asdict(self)
+        values = asdict(self)
+        return values | {f"{OPTION}{name}": v for name, v in values.pop("options").items()}

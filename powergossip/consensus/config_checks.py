@@ -1,20 +1,22 @@
 """Checks of the configuration of gossip_run.py, and the grids of its algorithms."""
 
+from collections.abc import Mapping
 from itertools import product
 from typing import Any
 
 import numpy as np
 from omegaconf import DictConfig
 
-from powergossip import checks
-from powergossip.algorithms import rates
+from powergossip import checks, options, user_functions
+from powergossip.algorithms import AVERAGING, rates
+from powergossip.algorithms.method import import_rows, parameters
 from powergossip.checks import BadValue
 from powergossip.consensus.config import Settings
 from powergossip.consensus.data import DATA
 from powergossip.consensus.methods import ALGORITHMS, ConsensusMethod
 from powergossip.network import Processes
 from powergossip.network import hosted_workers as hosted
-from powergossip.runs.configuration import plain
+from powergossip.runs.configuration import OPTION, plain
 from powergossip.topologies import Topology
 
 Setting = dict[str, float]  # option → value, a point of an algorithm's grid
@@ -37,7 +39,8 @@ def checked(config: DictConfig, processes: Processes) -> Settings:
     checks.representable("", values)
     if values["n_workers"] is None:
         values["n_workers"] = processes.size
-    c = Settings(**values)
+    own = {k.removeprefix(OPTION): values.pop(k) for k in [*values] if k.startswith(OPTION)}
+    c = Settings(**values, options=own)
     hosted(c.n_workers, processes.size)
     checks.all_of(
         checks.at_least_one,
@@ -69,21 +72,44 @@ def checked(config: DictConfig, processes: Processes) -> Settings:
         "a number above 0, auto, or null for the grid",
     )
     checks.one_of("data_type", c.data_type, DATA)
-    c.algorithm = _algorithms(c.algorithm)
+    c.algorithm = _algorithms(c.algorithm, c.options)
     _check_num_steps(c.num_steps)
     return c
 
 
-def _algorithms(value: Any) -> list[str]:
-    """The names of a name, a list of names, or all; each once. Raises BadValue."""
+def _algorithms(value: Any, own: Mapping[str, Any]) -> list[str]:
+    """The names of a name, a list of names, or all; each once. Raises BadValue.
+
+    Args:
+        own: Options of rows of the user among them, which are added to `ALGORITHMS`.
+    """
     names = [value] if isinstance(value, str) else value
     if not isinstance(names, list) or not names:
         raise BadValue("algorithm", value, "a name, a list of names, or all")
     if "all" in names:
         names = list(ALGORITHMS)
+    for name in filter(user_functions.is_name, names):
+        ALGORITHMS[name] = _of_user(name, own)
+    for option in own:
+        ok = any(option in ALGORITHMS[name].options for name in names if name in ALGORITHMS)
+        checks.check(f"{OPTION}{option}", own[option], ok, "an option of the algorithm")
     for name in names:
         checks.one_of("algorithm", name, [*ALGORITHMS, "all"])
     return list(dict.fromkeys(names))
+
+
+def _of_user(name: str, own: Mapping[str, Any]) -> ConsensusMethod:
+    """The row package.module:name: an averaging rule, or a compressor of CHOCO-Gossip, with those
+    of the options that it has. Raises ValueError."""
+    row = user_functions.find("algorithm", name).function
+    compresses = hasattr(getattr(row, "func", row), "decompress")
+    averaging, fixed = ("choco", {"compressor": name}) if compresses else (name, {})
+    import_rows(averaging, compressor=fixed.get("compressor"), keys=("algorithm",) * 3)
+    checks.check("algorithm", name, averaging in AVERAGING, "an averaging rule or a compressor")
+    known = parameters(averaging, fixed)
+    given = {option: value for option, value in own.items() if option in known}
+    options.check(name, given, known, OPTION)
+    return ConsensusMethod(averaging, fixed | given, ("diffusion_rate",) if compresses else ())
 
 
 def _check_num_steps(value: Any) -> None:

@@ -27,6 +27,7 @@ from powergossip.network.processes import OF_FILES
 from powergossip.parameters import Layout
 from powergossip.runs.clock import Clock, PhaseTime
 from powergossip.trees import map_tensors
+from powergossip.user_functions import one_sentence
 
 # Elements of x in a batch of settings, by type of device. x and the state of an algorithm then fit
 # in the caches of a CPU, and take about 2 GiB on a GPU.
@@ -124,7 +125,8 @@ class Sweep:
             largest = max(settings, key=lambda setting: setting["diffusion_rate"])
             as_configured = {"diffusion_rate": AUTO} if self.config.diffusion_rate == AUTO else {}
             try:
-                self.averaging(name, [largest], network, Layout([(2, 2)]), **as_configured)
+                with one_sentence("its constructor"):
+                    self.averaging(name, [largest], network, Layout([(2, 2)]), **as_configured)
             except ValueError as error:
                 raise ValueError(f"algorithm={name}: {error}") from error
 
@@ -222,7 +224,8 @@ class Sweep:
             for option in settings[0]
         }
         method = ALGORITHMS[name].method(self.options(layout) | options)
-        own = {k: v for k, v in values.items() if k in method.options and k not in options}
+        grid = ALGORITHMS[name].grid
+        own = {k: v for k, v in values.items() if k in grid and k not in options}
         return method.averaging_rule(network, layout, **own)
 
     def options(self, layout: Layout) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import torch
 from powergossip import algorithms, checks, options, randomness, topologies
 from powergossip.algorithms import learning as learning_rules
 from powergossip.algorithms.averaging import Averaging
-from powergossip.algorithms.method import Method, parameters, rule_options
+from powergossip.algorithms.method import Method, import_rows, parameters, rule_options
 from powergossip.network import Network, Processes
 from powergossip.parameters import Layout
 
@@ -56,6 +56,8 @@ class GossipMethod(Method):
         Raises:
             ValueError: For an unknown name or option, and for a value of the wrong type.
         """
+        keys = "method", "learning", "compressor"
+        import_rows(averaging, learning, given.get("compressor"), keys)
         options.find(algorithms.AVERAGING, "algorithm", averaging)
         topology = topology if topologies.is_graph(topology) else topologies.name_of(topology)
         own: dict[str, Any] = {"learning_options": learning_options, "seed": seed}

@@ -221,9 +221,9 @@ def carry_out(
         left = [run for run in runs if folder.state(run) != "done"]
         if not left:
             continue
-        print(f"stage {number} of {len(experiment.stages)}: {len(left)} of {len(runs)} runs")
         for run in left:
             run.check(launcher)
+        print(f"stage {number} of {len(experiment.stages)}: {len(left)} of {len(runs)} runs")
         if launcher != "mpirun" or any(run.processes > 1 for run in left):
             start.check()
         progress = _Progress(len(left))

@@ -23,7 +23,7 @@ import textwrap
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from powergossip import __version__, command_line, errors, exits, launcher, presets, reading
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from powergossip.network import Processes
 
 OPTION = "optimizer_"  # of keys of options of methods
+METHODS = ("optimizer", f"{OPTION}compressor", "algorithm")  # keys that choose these options
 Notes = Callable[[], str]
 # Keys of a process or its host. All others have one value in a run.
 OF_PROCESS = {"data_dir", "data_processes", "device", "download", "log_verbosity", "rank"}
@@ -129,9 +130,8 @@ def read_command_line(
         assignments = [*_saved_assignments(config, Path(folder)), *assignments]
         _after(config, assignments)
     given = set_by_driver(config) | {a.name: a.source for a in assignments}
-    for assignment in assignments:
-        assignment.apply(config)
-    return CommandLine(folder, given)
+    _apply(config, assignments)
+    return CommandLine(folder, {key: source for key, source in given.items() if key in config})
 
 
 class _Typed(DictConfig):
@@ -145,13 +145,30 @@ class _Typed(DictConfig):
 
     def __setitem__(self, key: Any, value: Any) -> None:
         value = _without_numpy(value)
-        with _errors_of_assignment(self, key, value):
+        with _errors_of_assignment(self, key, value), _new_options(self, str(key)):
             super().__setitem__(key, value)
 
     def __setattr__(self, key: str, value: Any) -> None:
         value = _without_numpy(value)
-        with _errors_of_assignment(self, key, value):
+        with _errors_of_assignment(self, key, value), _new_options(self, key):
             super().__setattr__(key, value)
+
+
+def _new_options(config: DictConfig, key: str) -> AbstractContextManager[object]:
+    """A context in which a key may be added that is an option of a row of the user."""
+    own = key.startswith(OPTION) and "." not in key and _has_own_row(_schema(config), config)
+    return open_dict(config) if own else nullcontext()
+
+
+def _has_own_row(kind: type[Any], values: Mapping[Any, Any]) -> bool:
+    """True if a method or its compressor is not of the library: package.module:name, or a row of a
+    driver. Its options are not known before the import."""
+    library = getattr(kind, "library", None)
+    return any(
+        ":" in str(value) or (library is not None and f"{key}={value}" not in library)
+        for key in METHODS
+        if (value := values.get(key)) is not None
+    )
 
 
 def _without_numpy(value: Any) -> Any:
@@ -200,8 +217,8 @@ def driver_config(config: Any, kind: type[Any]) -> DictConfig:
         raise BadInput(f"config={config!r}: use a mapping from keys to values")
     found = structured(kind)
     values: Any = OmegaConf.to_container(config) if isinstance(config, DictConfig) else config
-    for key, value in values.items():
-        found[key] = value
+    for key in sorted(values, key=lambda key: key not in found):
+        found[key] = values[key]
     return found
 
 
@@ -298,7 +315,7 @@ def set_by_driver(config: DictConfig) -> dict[str, Origin]:
     """Return DRIVER as the source of each key whose value is not the default."""
     defaults, values = _defaults(_schema(config)), OmegaConf.to_container(config)
     assert isinstance(values, dict)
-    return {str(key): DRIVER for key in values if values[key] != defaults[key]}
+    return {str(key): DRIVER for key in values if values[key] != defaults.get(key)}
 
 
 _DEFAULTS: dict[type[Any], dict[Any, Any]] = {}
@@ -374,12 +391,10 @@ def _file_assignments(config: DictConfig, file: str) -> list[_Assignment]:
 def _assignments(
     config: DictConfig, content: Mapping[Any, tuple[Any, int]], file: object, saved: bool
 ) -> list[_Assignment]:
-    """The assignments of a file, key → (value, line). Those of a saved configuration leave out the
-    options of a script's own method, whose row has the values."""
+    """The assignments of a file, key → (value, line)."""
     return [
         _Assignment(str(key), value, Origin(f"{file}, line {line}", not saved))
         for key, (value, line) in content.items()
-        if not saved or key in config or not str(key).startswith(OPTION)
     ]
 
 
@@ -412,9 +427,20 @@ def _saved_assignments(config: DictConfig, folder: Path) -> list[_Assignment]:
 def _after(config: DictConfig, assignments: Iterable[_Assignment]) -> DictConfig:
     """A copy of the configuration with the assignments. Raises BadInput."""
     copy = config.copy()
-    for assignment in assignments:
-        assignment.apply(copy)
+    _apply(copy, assignments)
     return copy
+
+
+def _apply(config: DictConfig, assignments: Iterable[_Assignment]) -> None:
+    """Make the assignments, options of a row of the user after the row. Raises BadInput.
+
+    A saved configuration of such a row may have options that another method lacks.
+    """
+    for assignment in sorted(assignments, key=lambda a: a.name not in config):
+        key = assignment.name
+        lost = key not in config and key.startswith(OPTION) and not assignment.source.explicit
+        if not lost or _has_own_row(_schema(config), config):
+            assignment.apply(config)
 
 
 def path_of_driver(folder: Any) -> str | None:
@@ -462,21 +488,23 @@ def assign(config: DictConfig, key: str, value: Any, source: str = "") -> None:
     """
     kinds = {f.name: f.type for f in dataclasses.fields(_schema(config))}
     name, *inside = key.split(".")
-    kind = kinds.get(name)
+    kind, new = kinds.get(name), _new_options(config, key)
+    if kind is None and not isinstance(new, nullcontext):
+        kind = Any
     if kind is None or (inside and not str(kind).startswith(("list", "dict"))):
         within = [known for known in kinds if "_" in known and key.endswith(f"_{known}")]
         close = [name] if kind else within or difflib.get_close_matches(key, kinds, 3, 0.75)
         hint = f"did you mean {' or '.join(close)}?" if close else "--help lists the keys"
         if key.startswith(OPTION) and not within:
-            option = f"{key.removeprefix(OPTION)}={_yaml_value(value)}"
-            hint += f" (a row of your own has options by functools.partial(…, {option}))"
+            hint += " (an option of a row of your own needs optimizer=package.module:name)"
         raise BadInput(f'{source}key "{key}" is unknown; {hint}')
     wrong_type = BadInput(f"{source}{key}={_yaml_value(value)}: use {_type_name(kind)}")
     is_bool = kind in (bool, bool | None)
     if is_bool and isinstance(value, (int, float)) and value not in (0, 1):
         raise wrong_type  # OmegaConf takes any number for true
     try:
-        OmegaConf.update(config, key, value, merge=False)
+        with new:
+            OmegaConf.update(config, key, value, merge=False)
     except (OmegaConfBaseException, TypeError, ValueError) as error:
         raise wrong_type from error
 

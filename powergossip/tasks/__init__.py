@@ -2,9 +2,8 @@
 
 - registry.py: the tasks by name, and defaults of train.py's keys that depend on them.
 - task.py: the protocol `Task`, and the `TaskOptions` of all tasks.
-- user_task.py, user_datasets.py: a task of the user, made of data sets; user_functions.py,
-  loading.py: its functions by name, and its samples; losses.py, sample_values.py: default losses of
-  its data sets, and their labels.
+- user_task.py, user_datasets.py: a task of the user, made of data sets; loading.py: its samples;
+  losses.py, sample_values.py: default losses of its data sets, and their labels.
 - digits.py, fashion_mnist.py, cifar.py, imagenet.py, language.py: the tasks, a module each.
 - images.py, augmentation.py, models.py: image classification, random crops, image models.
 - texts.py, language_models.py: texts as word indices, language models.
@@ -20,7 +19,7 @@ registry.py.
 from powergossip.tasks.registry import DEFAULTS, IGNORED, TASKS, defaults, is_in_library, make
 from powergossip.tasks.task import Batch, MainMetric, Split, Task, TaskOptions, main_metric
 from powergossip.tasks.user_datasets import Datasets, DatasetTask
-from powergossip.tasks.user_functions import is_name
+from powergossip.user_functions import is_name
 
 __all__ = [
     "DEFAULTS",

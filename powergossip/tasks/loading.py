@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
-from powergossip.tasks.user_functions import UserCodeError, seeded, users_code
+from powergossip.user_functions import UserCodeError, seeded, users_code
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from powergossip.randomness import torch_seed
 from powergossip.tasks import task_options
 from powergossip.tasks.task import TaskOptions
-from powergossip.tasks.user_functions import Named, seeded
+from powergossip.user_functions import Named, seeded
 
 Architectures = Mapping[str, Callable[[], nn.Module]]
 

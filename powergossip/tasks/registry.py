@@ -4,18 +4,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from powergossip.tasks import (
-    cifar,
-    digits,
-    fashion_mnist,
-    imagenet,
-    language,
-    text,
-    user_functions,
-    user_task,
-)
+from powergossip import user_functions
+from powergossip.tasks import cifar, digits, fashion_mnist, imagenet, language, text, user_task
 from powergossip.tasks.task import Task, TaskOptions
-from powergossip.tasks.user_functions import is_name
+from powergossip.user_functions import is_name
 
 TASKS: dict[str, Callable[[TaskOptions], Task]] = {
     "Digits": digits.task,

@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from powergossip.tasks.user_functions import Named
+from powergossip.user_functions import Named
 
 # Inputs and targets, both with samples as the first axis, and further arguments of the task's loss.
 # Only the task itself reads it.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from powergossip.options import colon_hint
-from powergossip.tasks.user_functions import Named
+from powergossip.user_functions import Named
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ from powergossip.tasks.losses import IGNORED_TARGET, Metric, default_loss
 from powergossip.tasks.sample_values import as_list, integers, sample_attribute
 from powergossip.tasks.shards import NOBODY, Partition, held_out
 from powergossip.tasks.task import FIRST, NAMES, MainMetric, Split, TaskOptions
-from powergossip.tasks.user_functions import Named, users_code
 from powergossip.trees import sha256
+from powergossip.user_functions import Named, users_code
 
 EVALUATION_BATCHES = 2  # training batches in one of evaluation, which needs no gradients
 _Ahead = deque[tuple[int, Pending]]  # step, its batch

@@ -4,10 +4,10 @@ import sys
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from powergossip.tasks import user_functions
+from powergossip import user_functions
 from powergossip.tasks.task import Task, TaskOptions
 from powergossip.tasks.user_datasets import Datasets, DatasetTask
-from powergossip.tasks.user_functions import Named
+from powergossip.user_functions import Named
 
 SEED = 0  # of the global generators while the user's function makes the data, fixed for all runs
 _FORM = (

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from powergossip import checks
-from powergossip.options import are_of_library, check
+from powergossip.options import are_of_library, check, import_row
 from powergossip.topologies.graph_files import from_file, is_path
 from powergossip.topologies.static import (
     UNDIRECTED,
@@ -69,8 +69,9 @@ def make(
 
     `name` may also be a `Topology` or an undirected graph of networkx, of this many workers.
     A name that is not in `TOPOLOGIES` is a path if it has a path separator, ends in .edgelist,
-    .adjlist or .txt, or is an existing file. `options` are passed to the topology's function, or to
-    `from_file`. `weights` is a name of `WEIGHTS`, for any undirected static graph.
+    .adjlist or .txt, or is an existing file, or else package.module:name, a function of the user.
+    `options` are passed to the topology's function, or to `from_file`. `weights` is a name of
+    `WEIGHTS`, for any undirected static graph.
 
     Raises:
         ValueError: For an unknown name or option, an option of the wrong type, a graph of another
@@ -92,6 +93,8 @@ def make(
             )
         return own
     name = name_of(name)
+    if not is_path(name):
+        import_row(TOPOLOGIES, "topology", name, ("n_workers", "seed"))
     if name in TOPOLOGIES:
         checked = _checked_options(name, TOPOLOGIES[name], options)
         made = TOPOLOGIES[name](n_workers, seed, **checked)

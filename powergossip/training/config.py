@@ -159,7 +159,11 @@ Config: type[RunKeys] = make_dataclass(
     "Config",
     [(key, kind, None) for key, kind in method_keys.types(_METHODS).items()],
     bases=(RunKeys,),
-    namespace={"__module__": __name__, "groups": method_keys.groups(_METHODS)},
+    namespace={
+        "__module__": __name__,
+        "groups": method_keys.groups(_METHODS),
+        "library": frozenset(_METHODS),  # optimizer=NAME and optimizer_compressor=NAME
+    },
 )
 
 

@@ -22,7 +22,7 @@ from powergossip.network import hosted_workers as hosted
 from powergossip.runs import trackers
 from powergossip.runs.configuration import plain
 from powergossip.training import muon
-from powergossip.training.config import Settings
+from powergossip.training.config import Config, Settings
 from powergossip.training.local_optimizers import LOCAL_OPTIMIZERS
 from powergossip.training.method_keys import (
     ALIASES,
@@ -67,6 +67,7 @@ def checked(
     given = {
         key.removeprefix(PREFIX): values.pop(key) for key in list(values) if key.startswith(PREFIX)
     }
+    method.import_rows(values["optimizer"], values["learning"], given.get("compressor"))
     _resolve_blanks(values, processes)
     c = Settings.of(values)
     if c.drop_last is None:
@@ -255,7 +256,10 @@ def _check_method(c: Settings, explicit: Collection[str]) -> None:
     }
     if c.optimizer not in known:
         choices = ", ".join(known)
-        raise ValueError(f'optimizer "{c.optimizer}" is unknown; choose from {choices}')
+        raise ValueError(
+            f'optimizer "{c.optimizer}" is unknown; choose from {choices}, or use '
+            "package.module:name"
+        )
     _check_learning(c, explicit)
     has_local_steps = {*algorithms.AVERAGING, *aggregation.OF_LOCAL_STEPS}
     if c.optimizer not in has_local_steps and c.local_steps > 1:
@@ -376,11 +380,8 @@ def _resolve_method(
         title = f"learning={c.learning}"
     lacking = [name for name in given if name not in known]
     for name in lacking:
-        if f"{PREFIX}{name}" in explicit:
-            accepted = ", ".join(
-                f"{PREFIX}{name}" if name in asked else f"{name} by functools.partial"
-                for name in known
-            )
+        if f"{PREFIX}{name}" in explicit or f"{PREFIX}{name}" not in vars(Config()):
+            accepted = ", ".join(f"{PREFIX}{name}" for name in known)
             raise ValueError(
                 f"{PREFIX}{name}={as_written(given[name])}: {title} has no such option; "
                 f"leave it out (its options: {accepted or 'none'})"

@@ -20,6 +20,7 @@ from powergossip.training.config_checks import (
     hook_options,
 )
 from powergossip.training.local_optimizers import LocalOptimizer
+from powergossip.user_functions import one_sentence
 
 
 class Learner(NamedTuple):
@@ -37,7 +38,7 @@ def make_averaging(c: Settings, network: Network, layout: Layout) -> algorithms.
 
 
 def _make_aggregation(c: Settings, network: Network, layout: Layout) -> aggregation.Aggregation:
-    with errors_name_keys(c.optimizer):
+    with errors_name_keys(c.optimizer), one_sentence(f"optimizer={c.optimizer}"):
         return c.method.aggregation(network, layout)
 
 
@@ -48,7 +49,8 @@ def check_method(c: Settings, network: Network) -> str:
     start of the run, or nothing.
     """
     hint, overlapping = "", False
-    trials.try_compressor(c.options)
+    with one_sentence(f"compressor={c.options.get('compressor')}"):
+        trials.try_compressor(c.options)
     if c.by_edges:
         from powergossip.training.asynchronous import edge_options as in_edge_form
 
@@ -56,7 +58,8 @@ def check_method(c: Settings, network: Network) -> str:
             resolved = c.method.resolved(network.topology, SMALL)
         in_edge_form.check(c, resolved, network)
     if c.method.averages:
-        with errors_name_keys(c.optimizer), errors_name_learning_options(c):
+        of_user = one_sentence(f"optimizer={c.optimizer}")
+        with errors_name_keys(c.optimizer), errors_name_learning_options(c), of_user:
             averaging = c.method.example(network)
         overlapping = learning.overlapping(c.learning, averaging)
         if c.overlapping is not None:

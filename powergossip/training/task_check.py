@@ -17,10 +17,10 @@ from powergossip.errors import BadInput
 from powergossip.network import Processes
 from powergossip.parameters import trained
 from powergossip.tasks import MainMetric, Split, Task, main_metric
-from powergossip.tasks.user_functions import users_code
 from powergossip.training.config import Settings
 from powergossip.training.precision import autocast
 from powergossip.trees import sha256
+from powergossip.user_functions import users_code
 
 # Names of rows of all runs, and of the number of samples in the sums of an evaluation.
 TAKEN = {

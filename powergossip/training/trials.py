@@ -22,10 +22,10 @@ from powergossip.algorithms.error_feedback import ErrorFeedback
 from powergossip.compressors import COMPRESSORS, Codec
 from powergossip.network import Network, Processes
 from powergossip.parameters import Layout, Parameters
-from powergossip.tasks.user_functions import seeded
 from powergossip.topologies import Topology
 from powergossip.training.config import Settings
 from powergossip.trees import map_tensors
+from powergossip.user_functions import one_sentence, seeded
 
 STEPS, MORE = 8, 3  # before a state is saved, and after it at least
 MOST = 1000  # a method has to average within so many steps
@@ -70,13 +70,7 @@ class _Trial:
             for _ in range(number):
                 numbers = torch.randn(self.tensors[0].shape, generator=random)
                 numbers[changed] += 1
-                try:
-                    self._step(numbers)
-                except Exception as error:
-                    error.add_note(
-                        f"in a trial step, with a matrix {SIZE} × {SIZE} for each worker"
-                    )
-                    raise
+                self._step(numbers)
         return self.tensors
 
 
@@ -198,7 +192,13 @@ def try_learning(
     _try(f"learning={c.learning}", "x by gradients", topology, begin, idle, period)
 
 
-def _try(
+def _try(name: str, *arguments: Any) -> Tensor:
+    """`_try_steps`. An error of the row is a sentence with its line."""
+    with one_sentence(f"{name}, in a trial step with a matrix {SIZE} × {SIZE} for each worker,"):
+        return _try_steps(name, *arguments)
+
+
+def _try_steps(
     name: str, what: str, topology: Topology, begin: Begin, begin_idle: Begin, period: int = 0
 ) -> Tensor:
     """Make steps until the first tensor differs from an idle trial's and messages were sent in two

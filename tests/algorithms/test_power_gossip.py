@@ -1,5 +1,6 @@
 """Laws of PowerGossip."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from powergossip import algorithms, kernels, topologies
+from powergossip import algorithms, kernels, randomness, topologies
 from powergossip.algorithms import PlainGossip, PowerGossip
 from powergossip.algorithms.directions import Directions, EdgeConstants, matrix_sides
 from powergossip.network import Conversation, Network
@@ -28,7 +29,7 @@ from tests.harness.averaging import (
     steps,
     variance,
 )
-from tests.harness.power_gossip_reference import PowerGossipReference
+from tests.harness.launch import ROOT
 
 
 def power_gossip(network: Network, layout: Layout, **options: Any) -> PowerGossip:
@@ -315,53 +316,69 @@ def test_elements_that_are_not_compressed_are_one_plain_message(rank: int, topol
         assert torch.equal(x[:, first:], expected[:, first:])
 
 
+@pytest.fixture(scope="module")
+def reference() -> Any:
+    """The class of the page on PowerGossip, in NumPy: one matrix and one edge at a time."""
+    page = (ROOT / "docs/methods/power-gossip.md").read_text()
+    (block,) = re.findall(r"^```python\n(.*?)^n = 8$", page, re.DOTALL | re.MULTILINE)
+    names: dict[str, Any] = {}
+    exec(block, names)
+    return names["PowerGossip"]
+
+
 @pytest.mark.parametrize("warm_start", [True, False])
 @pytest.mark.parametrize("rank", [1, 2, 3])
 @pytest.mark.parametrize("iterations", [1, 2])
 @pytest.mark.parametrize("topology", ["ring", "star"])
 def test_power_gossip_agrees_with_the_plain_reference(
-    topology: str, iterations: int, rank: int, warm_start: bool
+    reference: Any, topology: str, iterations: int, rank: int, warm_start: bool
 ) -> None:
     """To rounding, over steps in which the sides alternate. Both draw the same directions."""
-    n, shape, gamma = 5, (7, 5), 0.8
+    n, shape = 5, (7, 5)
     network, layout = alone(topology, n), Layout([shape])
-    options = {"rank": rank, "num_iterations": iterations, "warm_start": warm_start, "seed": 3}
-    averaging = power_gossip(network, layout, diffusion_rate=gamma, **options)
-    W = torch.from_numpy(network.topology.round(0).matrix().toarray())
-    reference = PowerGossipReference(W, shape, diffusion_rate=gamma, **options)  # type: ignore[arg-type]
+    options: dict[str, Any] = {"rank": rank, "num_iterations": iterations, "diffusion_rate": 0.8}
+    options |= {"warm_start": warm_start}
+    averaging = power_gossip(network, layout, seed=3, **options)
+
+    class Plain(reference):
+        def random_directions(self, edge: tuple[int, int]) -> Any:
+            size = (rank, shape[self.iterations % 2])
+            key = randomness.keys(3, "power-gossip", [edge])
+            return randomness.normal(key, self.iterations, size)[0].T.double().numpy()
+
+    plain = Plain(network.topology.round(0).matrix().toarray(), shape, **options)
     x = start(n, layout)
-    X = x.double().view(n, *shape)
+    X = x.double().view(n, *shape).numpy()
     for _ in range(4):
         steps(network, averaging, x, 1)
-        reference.step(X)
-        torch.testing.assert_close(x.view(n, *shape).double(), X, atol=2e-5, rtol=1e-5)
+        plain.step(X)
+        np.testing.assert_allclose(x.view(n, *shape).numpy(), X, atol=2e-5, rtol=1e-5)
 
 
-def test_batched_matrices_agree_with_the_plain_reference() -> None:
+def test_batched_matrices_agree_with_the_plain_reference(reference: Any) -> None:
     """Several matrices, two of one shape, with the directions that were drawn for each."""
     shapes = [(7, 5), (4, 6), (7, 5)]
     n, layout = 6, Layout(shapes)
     network, x = alone("ring", n), start(n, layout)
     averaging = power_gossip(network, layout, rank=2, num_iterations=2)
     (message,) = averaging.state_dict()["matrices"]["directions"]
-    W = torch.from_numpy(network.topology.round(0).matrix().toarray())
+    W = network.topology.round(0).matrix().toarray()
     # Directions lie in a message as the matrices' rows lie in x, rank by rank.
     order = sorted(range(3), key=lambda index: layout.starts[index])
     pieces = message.split([2 * shapes[index][0] for index in order], dim=2)
     references, X = {}, {}
     for index, piece in zip(order, pieces, strict=True):
-        reference = PowerGossipReference(W, shapes[index], rank=2, num_iterations=2)
-        for i, j in reference.edges:
+        plain = references[index] = reference(W, shapes[index], rank=2)
+        for i, j in plain.edges:
             slot = network.neighbors[i].tolist().index(j)
-            reference.p[i, j] = piece[i, slot].view(2, -1).T
-        references[index] = reference
-        X[index] = torch.stack([layout.tensors(row)[index] for row in x]).double()
+            plain.p[i, j] = piece[i, slot].view(2, -1).T.double().numpy()
+        X[index] = torch.stack([layout.tensors(row)[index] for row in x]).double().numpy()
     for _ in range(4):
         steps(network, averaging, x, 1)
-        for index, reference in references.items():
-            reference.step(X[index])
-            fast = torch.stack([layout.tensors(row)[index] for row in x]).double()
-            torch.testing.assert_close(fast, X[index], atol=2e-5, rtol=1e-5)
+        for index, plain in references.items():
+            plain.step(X[index])
+            fast = torch.stack([layout.tensors(row)[index] for row in x]).numpy()
+            np.testing.assert_allclose(fast, X[index], atol=2e-5, rtol=1e-5)
 
 
 def test_edges_have_random_directions_of_their_own() -> None:

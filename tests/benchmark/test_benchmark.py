@@ -480,8 +480,8 @@ def test_a_setting_makes_trial_steps(task: str, monkeypatch: pytest.MonkeyPatch)
 
     for step, sentence in (
         (leak, "a worker learns of another one without a message"),
-        (reject, "is rejected: no such rate$"),
-        (fail, "fails: KeyError: 'nothing'"),
+        (reject, "test_benchmark.py, line .*: ValueError: no such rate$"),
+        (fail, "fails in .*: KeyError: 'nothing'"),
     ):
         mine = type("Mine", (Half,), {"step": lambda self, x, step=step: step(x)})
         monkeypatch.setitem(AVERAGING, "mine", mine)
@@ -492,9 +492,9 @@ def test_a_setting_makes_trial_steps(task: str, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
-        ("assert x.dim() == 3", r"fails, line 10: AssertionError: $"),
+        ("assert x.dim() == 3", r"fails in .*mine.py, line 10: AssertionError: $"),
         ("import sys; sys.exit(0)", "fails, line 10: SystemExit: 0$"),
-        ("x.view(3)", r"fails, line 10: RuntimeError: shape '\[3\]' is invalid"),
+        ("x.view(3)", r"fails in .*mine.py, line 10: RuntimeError: shape '\[3\]' is invalid"),
     ],
 )
 def test_errors_of_a_file_have_its_line(

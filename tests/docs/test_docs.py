@@ -49,7 +49,7 @@ def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
     lines = ["import runpy"]
     for index, block in enumerate(blocks(page, "python")):
         (tmp_path / f"block{index}.py").write_text(block)
-        lines.append(f"runpy.run_path('block{index}.py')")
+        lines.append(f"runpy.run_path('block{index}.py', run_name='__main__')")
     (tmp_path / "program.py").write_text("\n".join(lines))
     ended = launch.python("program.py", cwd=tmp_path, variables={"PYTHONPATH": ""})
     assert ended.returncode == 0, ended.stdout + ended.stderr

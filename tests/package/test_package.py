@@ -53,6 +53,7 @@ BASE = {
     "tensor_cache",
     "trees",
     "ulfm",
+    "user_functions",
 }
 NETWORK = BASE | {"kernels", "topologies"}
 ALGORITHMS = NETWORK | {"compressors", "network"}

@@ -24,16 +24,16 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
 import train
-from powergossip import tasks
+from powergossip import tasks, user_functions
 from powergossip.errors import BadInput, Interrupted
 from powergossip.randomness import generator
 from powergossip.runs import metrics
-from powergossip.tasks import Datasets, DatasetTask, losses, user_functions
+from powergossip.tasks import Datasets, DatasetTask, losses
 from powergossip.tasks.loading import Loader, Request, SampleSource
 from powergossip.tasks.shards import Partition, by_group
-from powergossip.tasks.user_functions import UserCodeError
 from powergossip.training import recorder
 from powergossip.training.execution import Together
+from powergossip.user_functions import UserCodeError
 from tests.harness import launch
 from tests.harness.checkpoints import end_of, entry_of
 from tests.harness.helpers import wait_until
@@ -692,14 +692,17 @@ def test_what_a_loading_process_cannot_send_is_an_error() -> None:
     loader.close()
 
 
-def test_an_error_at_import_is_the_users(module: Callable[..., str]) -> None:
+def test_an_error_at_import_is_a_sentence_with_its_line(module: Callable[..., str]) -> None:
     for source, error in (
-        ("import absent_library", ModuleNotFoundError),
-        ("x = (", SyntaxError),
-        ("float(chr(97))", UserCodeError),  # a ValueError
+        ("\nimport absent_library", "ModuleNotFoundError"),
+        ("\nx = (", "SyntaxError"),
+        ("\nfloat(chr(97))", "ValueError"),
     ):
-        with pytest.raises(error):
-            train.main([*TINY, f"task={module(source)}:task"])
+        name = module(source)
+        with pytest.raises(
+            BadInput, match=rf"task={name}:task fails in {name}.py, line 2: {error}"
+        ):
+            train.main([*TINY, f"task={name}:task"])
 
 
 KEYS = """

@@ -262,7 +262,7 @@ def test_an_error_names_keys_that_exist_only(monkeypatch: pytest.MonkeyPatch) ->
         def __init__(self, network: Any, layout: Any, *, beta: float = 0.2, theta: float = 1): ...
 
     monkeypatch.setitem(AVERAGING, "mine", Mine)
-    own = r"optimizer_rank=2: .* \(its options: beta by functools.partial, optimizer_theta\)"
+    own = r"optimizer_rank=2: .* \(its options: optimizer_beta, optimizer_theta\)"
     with pytest.raises(ValueError, match=own):
         checked(configured(optimizer="mine", optimizer_rank=2), ALONE, ["optimizer_rank"])
 

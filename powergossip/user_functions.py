@@ -1,6 +1,7 @@
 """Functions of the user, by name: package.module:callable. Their import, arguments and errors.
 
-A wrong name is a ValueError with one sentence. An error in the user's code keeps its traceback.
+A wrong name and an error in the module are a ValueError with one sentence. An error in the
+user's functions keeps its traceback.
 """
 
 import difflib
@@ -10,19 +11,27 @@ import inspect
 import os
 import random
 import sys
+import sysconfig
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 
+from powergossip.checks import BadValue
 from powergossip.errors import BadInput
 
 _MOST_NAMES = 5  # in an error
+# Folders whose files are not the user's.
+_OTHERS = {
+    Path(__file__).parent,
+    *map(Path, map(sysconfig.get_path, ("stdlib", "purelib", "platlib"))),
+}
 
 
 class UserCodeError(RuntimeError):
@@ -48,6 +57,36 @@ def users_code(place: str) -> Iterator[None]:
     except Exception as error:
         error.add_note(f"in {place}")
         raise
+
+
+def where(error: BaseException) -> str:
+    """FILE, line N of the user's code at which an error was raised, or ""."""
+    frames = [(f.filename, f.lineno) for f in traceback.extract_tb(error.__traceback__)]
+    if isinstance(error, SyntaxError) and error.filename:
+        frames.append((error.filename, error.lineno))
+    for file, line in reversed(frames):
+        if not file.startswith("<") and not _OTHERS & {*Path(file).parents}:
+            return f"{file.removeprefix(os.getcwd() + os.sep)}, line {line}"
+    return ""
+
+
+@contextmanager
+def one_sentence(place: str) -> Iterator[None]:
+    """Run code of the user. Its exceptions become a ValueError that names the line.
+
+    BadInput and BadValue stay, and so do exceptions outside of the user's code.
+    """
+    try:
+        yield
+    except (BadInput, BadValue):
+        raise
+    except Exception as error:
+        line = where(error)
+        if not line:
+            raise
+        told = error.msg if isinstance(error, SyntaxError) else str(error)
+        text = told.partition("\n")[0]
+        raise ValueError(f"{place} fails in {line}: {type(error).__name__}: {text}") from error
 
 
 @contextmanager
@@ -121,8 +160,8 @@ class Named:
 def find(key: str, name: str) -> Named:
     """Import the callable that a key names. The current folder is searched too.
 
-    Raises ValueError unless there is such a module with such a callable. Other errors during the
-    import come from the user's code.
+    Raises ValueError unless there is such a module with such a callable, and for an error of the
+    module, with its line.
     """
     label = f"{key}={name}"
     module_name, _, attribute = name.partition(":")
@@ -159,7 +198,7 @@ def _imported(name: str, label: str) -> ModuleType:
         sys.path.insert(0, folder)  # as for `python -m`
     importlib.invalidate_caches()  # a file may have been written a moment ago
     try:
-        with users_code(f"the import of {name}"):
+        with one_sentence(label):
             return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if not f"{name}.".startswith(f"{error.name}."):
