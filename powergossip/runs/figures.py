@@ -112,8 +112,6 @@ def side_by_side(
                 axes.fill_between(x, low, high, color=color, alpha=0.2, linewidth=0)
         if column == "megabytes" and far_apart:
             axes.set_xscale("log")
-        if log_y:
-            axes.set_yscale("log")
 
     def panel(column: str, title: str, x: str, bands: "Mapping[str, DataFrame]" = bands) -> "Panel":
         some = any(map(len, bands.values()))
@@ -124,6 +122,7 @@ def side_by_side(
         panel("epoch", f"By {step}", step),
         panel("megabytes", "By data sent", "sent by worker 0 (MB)", sent),
         panel("seconds", "By time", "seconds"),
+        log_y=log_y,
     )
 
 
@@ -168,11 +167,8 @@ def scatter(
                 capsize=3,
                 label=_name(label),
             )
-        axes.set_xscale("log")
-        if log_y:
-            axes.set_yscale("log")
 
-    _draw(path, ("", x, y, draw if points else None), width=7.0)
+    _draw(path, ("", x, y, draw if points else None), width=7.0, log_x=True, log_y=log_y)
 
 
 def curves(
@@ -193,15 +189,11 @@ def curves(
     def draw(lines: Mapping[str, tuple[Sequence[float], Sequence[float]]], axes: "Axes") -> None:
         for i, (label, (xs, ys)) in enumerate(lines.items()):
             _plot(axes, pd.Series(list(xs)), pd.Series(list(ys)), i, label)
-        if log_x:
-            axes.set_xscale("log")
-        if log_y:
-            axes.set_yscale("log")
 
     drawn = [
         (title, x, y, partial(draw, lines) if lines else None) for title, lines in panels.items()
     ]
-    _draw(path, *drawn, width=7.0 if len(panels) == 1 else 4.2)
+    _draw(path, *drawn, width=7.0 if len(panels) == 1 else 4.2, log_x=log_x, log_y=log_y)
 
 
 def consensus_figure(rows: "DataFrame", path: Path | str) -> None:
@@ -243,7 +235,13 @@ def consensus_figure(rows: "DataFrame", path: Path | str) -> None:
 Panel = tuple[str, str, str, "Callable[[Axes], None] | None"]
 
 
-def _draw(path: Path | str, *panels: Panel, width: float = 4.2) -> None:
+def _draw(
+    path: Path | str,
+    *panels: Panel,
+    width: float = 4.2,
+    log_x: bool = False,
+    log_y: bool = False,
+) -> None:
     """Draw panels side by side, with a legend below, and write the file.
 
     Args:
@@ -274,6 +272,10 @@ def _draw(path: Path | str, *panels: Panel, width: float = 4.2) -> None:
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
         draw(axes)
+        if log_x:
+            axes.set_xscale("log")
+        if log_y:
+            axes.set_yscale("log")
         for axis in (axes.xaxis, axes.yaxis):
             if axis.get_scale() == "log":
                 _label_decades(axis)
