@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from powergossip.consensus.config_checks import checked
     from powergossip.consensus.data import DATA
     from powergossip.consensus.methods import ALGORITHMS
-    from powergossip.consensus.sweep import Hooks, Sweep, is_logged
+    from powergossip.consensus.sweep import Sweep, is_logged
     from powergossip.runs.output import Output
     from powergossip.runs.progress import Progress
 
@@ -149,9 +149,8 @@ def main(arguments: list[str] | None = None) -> Path:
         _output = None
 
 
-def _hooks(sweep: "Sweep", bar: "Progress") -> "Hooks":
+def _hooks(sweep: "Sweep", bar: "Progress") -> metrics.Hooks:
     """The module's hooks, looked up at each call, and the progress bar."""
-    from powergossip.consensus.sweep import Hooks
 
     def row(name: str, values: Mapping[str, float], tags: Mapping[str, Any]) -> None:
         log_metric(name, values, tags)
@@ -164,7 +163,7 @@ def _hooks(sweep: "Sweep", bar: "Progress") -> "Hooks":
         bar.note(algorithm)
         bar.update(steps)
 
-    return Hooks(
+    return metrics.Hooks(
         log_metric=row,
         log_info=lambda info: log_info(info),
         log_runtime=lambda *values: log_runtime(*values),

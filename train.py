@@ -97,8 +97,8 @@ def main(arguments: list[str] | None = None) -> Path:
     with configuration.imports():
         from powergossip.exits import exit_is_an_error
         from powergossip.network import torch_kept
+        from powergossip.runs.metrics import Hooks
         from powergossip.training import recorder
-        from powergossip.training.measurements import Hooks
         from powergossip.training.start import begin
 
     # The hooks, as they are when a measurement is made.

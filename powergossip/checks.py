@@ -108,11 +108,6 @@ def level(name: str, value: Any) -> None:
     check(name, value, value in (0, 1, 2), "0, 1 or 2")
 
 
-def n_workers(value: Any) -> None:
-    """Raise BadValue unless there is at least one worker."""
-    at_least_one("n_workers", value)
-
-
 def representable(name: str, value: Any) -> None:
     """Raise BadValue for a number that tensors in single precision or of int64 cannot hold.
 

@@ -1,13 +1,26 @@
-"""Trees of tensors, such as a `state_dict`: dicts and lists with tensors among the leaves."""
+"""Trees of tensors, such as a `state_dict`: dicts and lists with tensors among the leaves, and the
+objects with such a state."""
 
 import hashlib
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 Tree = Any  # dict[str, Tree] | list[Tree] | Tensor | int | float | str | None
+
+
+class Stateful(Protocol):
+    """An object with a state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the next step depends on. Tensors are [worker, ...]."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state returned by `state_dict()`."""
+        ...
 
 
 def map_tensors(change: Callable[..., Tensor], tree: Tree, *others: Tree) -> Tree:

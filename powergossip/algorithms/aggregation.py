@@ -106,7 +106,7 @@ def make(name: str, network: Network, layout: Layout, **given: Any) -> Aggregati
 def build(name: str, network: Network, layout: Layout, options: Mapping[str, Any]) -> Aggregation:
     """Build the aggregation of that name with options that have been checked."""
     aggregation: Aggregation = AGGREGATIONS[name](network, layout, **options)
-    for attribute in vars(Aggregation):
+    for attribute in dir(Aggregation):
         if not attribute.startswith("_") and not hasattr(aggregation, attribute):
             raise TypeError(
                 f"{name} has no {attribute}; derive {type(aggregation).__name__} from "

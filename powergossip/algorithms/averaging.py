@@ -3,13 +3,15 @@ algorithms/__init__.py."""
 
 from collections.abc import Mapping
 from enum import Enum
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from powergossip import checks
 from powergossip.network import Conversation, Network
+from powergossip.parameters import Layout
+from powergossip.trees import Stateful
 
 Rate = float | Tensor  # one value, or one for each hosted worker: [worker]
 
@@ -36,8 +38,8 @@ class Kind(Enum):
     OTHER = "other"
 
 
-class Averaging(Protocol):
-    """Moves the workers' x towards their mean."""
+class Averaging(Stateful, Protocol):
+    """Moves the workers' x towards their mean. Its state is without x."""
 
     def step(self, x: Tensor) -> Conversation:
         """One step, in place on x [worker, D].
@@ -46,16 +48,52 @@ class Averaging(Protocol):
         """
         ...
 
+
+class Saved:
+    """An object whose state is in its attributes.
+
+    Attributes:
+        saved: Entry of the state → attribute: a tensor [worker, ...], a number or list, an object
+            with its own state, or None, which is left out.
+        saved_layout: Layout of tensors that may be divided over processes.
+    """
+
+    saved: ClassVar[Mapping[str, str]] = {}
+    saved_layout: "Layout | None" = None
+
     def state_dict(self) -> dict[str, Any]:
-        """The state that the next step depends on besides x. Tensors are [worker, ...]."""
-        ...
+        """Everything that the next step depends on besides its arguments."""
+        values = {name: getattr(self, own) for name, own in self.saved.items()}
+        return {name: self._as_saved(v) for name, v in values.items() if v is not None}
+
+    def _as_saved(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            copy = value.clone()
+            return copy if self.saved_layout is None else self.saved_layout.saved(copy)
+        return value.state_dict() if hasattr(value, "state_dict") else value
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state returned by `state_dict()`."""
-        ...
+        """Restore the state returned by `state_dict()`. Raises ValueError if it does not fit."""
+        for name, attribute in self.saved.items():
+            own, found = getattr(self, attribute), state.get(name)
+            if hasattr(own, "load_state_dict"):
+                own.load_state_dict(found or {})  # an empty one may be left out
+            elif own is not None and not isinstance(own, Tensor):
+                setattr(self, attribute, state[name])
+            elif own is not None and self.saved_layout is not None:
+                self.saved_layout.load(own, found)
+            else:
+                shape, given = (None if t is None else list(t.shape) for t in (own, found))
+                if shape != given:
+                    raise ValueError(
+                        f"the state has {name} of shape {given} [worker, ...], not {shape}; use "
+                        "the same model and options"
+                    )
+                if own is not None:
+                    own.copy_(state[name])
 
 
-class Aggregation:
+class Aggregation(Saved):
     """Approximates the mean gradient. The residual of each worker is part of the next step.
 
     Gradients are without weight decay, which is added to the mean. Derive your own class from this
@@ -81,13 +119,6 @@ class Aggregation:
     def at_learning_rate(self, *rates: float) -> None:
         """Set the learning rate of the next step: one for all tensors, or one for each, in the
         order of layout.shapes."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that the next step depends on besides the gradient: [worker, ...]."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state returned by `state_dict()`."""
 
 
 @runtime_checkable

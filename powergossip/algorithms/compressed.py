@@ -6,14 +6,14 @@ for the compressor. See compiled.py.
 
 from collections.abc import Mapping
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from powergossip import checks, randomness
 from powergossip.algorithms import compiled
-from powergossip.algorithms.averaging import Kind, Rate, column
+from powergossip.algorithms.averaging import Kind, Rate, Saved, column
 from powergossip.compressors import QSGD, BySize, Codec, pack, packed_size, unpack
 from powergossip.network import Conversation, Network, ToAll
 from powergossip.parameters import Layout
@@ -22,7 +22,7 @@ from powergossip.parameters import Layout
 _AUTO = "; auto is too large here: leave it out for the default (docs/methods/{}.md)"
 
 
-class ChocoGossip:
+class ChocoGossip(Saved):
     """Workers keep public copies x̂ of themselves and of their neighbors, and send updates of them::
 
         q_i = C(x_i − x̂_i)
@@ -57,6 +57,8 @@ class ChocoGossip:
             neighbors that are absent in some rounds would be outdated.
     """
 
+    saved: ClassVar[dict[str, str]] = {"steps": "_steps", "public": "public", "publics": "publics"}
+
     def __init__(
         self,
         network: Network,
@@ -86,7 +88,7 @@ class ChocoGossip:
         rate = column(network, "diffusion_rate", diffusion_rate, _AUTO.format("choco"))
         self._rates = rate * network.weights
         self._total = self._rates.sum(1, keepdim=True)
-        self._network, self.codec = network, codec
+        self._network, self.codec, self.saved_layout = network, codec, codec.layout
         # True if x̂ = ŷ and all elements have one γ, as in the paper.
         self._published = copy_rate == 1 and self._rate_of_elements is None
         unbiased = getattr(codec.compressor, "unbiased", False)
@@ -167,18 +169,9 @@ class ChocoGossip:
         loops.choco(x, self._rates, received, *copies, self._flow)
         self._steps += 1
 
-    def state_dict(self) -> dict[str, Any]:
-        """The entries public, x̂_i [worker, D], and publics, x̂_j [worker, neighbor, D]."""
-        return {
-            "steps": self._steps,
-            "public": self.codec.layout.saved(self.public.clone()),
-            "publics": self.codec.layout.saved(self.publics.clone()),
-        }
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._steps = state["steps"]
-        self.codec.layout.load(self.public, state["public"])
-        self.codec.layout.load(self.publics, state["publics"])
+        """Restore the state returned by `state_dict()`."""
+        super().load_state_dict(state)
         self._flow = None
 
     def begin_at(self, point: Tensor) -> None:
@@ -188,7 +181,7 @@ class ChocoGossip:
         self._flow = None
 
 
-class DeepSqueeze:
+class DeepSqueeze(Saved):
     """Gossip with error feedback: the compression error δ is added to the next message::
 
         v_i = x_i + δ_i,   c_i = C(v_i),   δ_i ← v_i − c_i
@@ -206,13 +199,15 @@ class DeepSqueeze:
             contraction grows in each step.
     """
 
+    saved: ClassVar[dict[str, str]] = {"steps": "_steps", "error": "_error"}
+
     def __init__(self, network: Network, codec: Codec, diffusion_rate: Rate = 1.0):
         unbiased = isinstance(codec.compressor, QSGD) and codec.compressor.unbiased
         what = "False with DeepSqueeze, whose error grows unless the compressor is a contraction"
         checks.check("unbiased", unbiased, not unbiased, what)
         rate = column(network, "diffusion_rate", diffusion_rate, _AUTO.format("deepsqueeze"))
         self._rates = [rate * slots.weights for slots in network.rounds]
-        self._network, self.codec = network, codec
+        self._network, self.codec, self.saved_layout = network, codec, codec.layout
         self._senders = network.row_workers
         where: Any = {"dtype": network.dtype, "device": network.device}
         self._error = torch.zeros(network.rows, codec.elements, **where)  # δ
@@ -241,16 +236,8 @@ class DeepSqueeze:
             x.addcmul_(rates[:, slot, None], theirs)
         self._steps += 1
 
-    def state_dict(self) -> dict[str, Any]:
-        """The entry error, δ_i [worker, D]."""
-        return {"steps": self._steps, "error": self.codec.layout.saved(self._error.clone())}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._steps = state["steps"]
-        self.codec.layout.load(self._error, state["error"])
-
-
-class Moniqua:
+class Moniqua(Saved):
     """Quantized values modulo B suffice between neighbors that differ by less than θ.
 
     With δ = 1/3 (2 bits: four levels), B = 2θ/(1 − 2δ) and mod(·, a) into [−a/2, a/2)::
@@ -277,6 +264,8 @@ class Moniqua:
     Raises:
         ValueError: Unless γ > 0 and θ > 0.
     """
+
+    saved: ClassVar[dict[str, str]] = {"steps": "_steps"}
 
     def __init__(
         self,
@@ -338,12 +327,6 @@ class Moniqua:
             n.add_(c_minus_l_i)
             x.addcmul_(rates[:, slot, None], floats.copy_(n))
         self._steps += 1
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"steps": self._steps}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._steps = state["steps"]
 
 
 def _third_rounded(n: Tensor, out: Tensor) -> Tensor:

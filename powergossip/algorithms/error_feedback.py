@@ -5,10 +5,9 @@
 Axes: worker (hosted here). Each worker has D elements.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -93,6 +92,13 @@ class ErrorFeedback(Aggregation):
     them in the same order, and stay equal to the bit.
     """
 
+    saved: ClassVar[dict[str, str]] = {
+        "steps": "_steps",
+        "rates": "_last_rates",
+        "error": "_error",  # e [worker, D]
+        "momentum": "_momentum",  # u [worker, D], or None
+    }
+
     def __init__(
         self, network: Network, layout: Layout, compressor: Compressor, config: ErrorFeedbackConfig
     ):
@@ -119,13 +125,13 @@ class ErrorFeedback(Aggregation):
         self._momentum = torch.zeros_like(self._error) if config.momentum else None  # u
         self._steps = 0
         # η_t and η_{t−1}: one for all tensors, or one for each.
-        self._rates: tuple[float, ...] = (0.0,)
-        self._last_rates: tuple[float, ...] = self._rates
+        self._rates = [0.0]
+        self._last_rates = self._rates
 
     def at_learning_rate(self, *rates: float) -> None:
         """Set η of the next step: one for all tensors, or one for each, as in layout.shapes."""
         assert len(rates) in (1, len(self._layout.shapes)), len(rates)
-        self._rates = rates
+        self._rates = [*rates]
 
     @property
     def compression_rate(self) -> float:
@@ -199,9 +205,7 @@ class ErrorFeedback(Aggregation):
             layout = self._layout
             for start, shape, ratio in zip(layout.starts, layout.shapes, ratios, strict=True):
                 self._error[:, start : start + prod(shape)].mul_(ratio)
-        self._last_rates = tuple(
-            new if new > 0 else old for old, new in zip(before, now, strict=True)
-        )
+        self._last_rates = [new if new > 0 else old for old, new in zip(before, now, strict=True)]
 
     def _add_decoded(self, pieces: list[Tensor], own: Tensor, total: Tensor) -> None:
         """total [1, D] ← 1/n Σ_j C(p_j), added in the order of the workers. `own` has the decoded
@@ -221,30 +225,3 @@ class ErrorFeedback(Aggregation):
             if senders is not None:
                 senders.add_(values != 0)
         total.div_(len(pieces) if senders is None else senders.clamp_(min=1))
-
-    def state_dict(self) -> dict[str, Any]:
-        """Number of steps, last learning rates, and [worker, D]: error e, momentum u or None."""
-        return {
-            "steps": self._steps,
-            "rates": list(self._last_rates),
-            "error": self._error.clone(),
-            "momentum": None if self._momentum is None else self._momentum.clone(),
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state returned by `state_dict()`. Raises ValueError if it does not fit."""
-        if state["error"].shape != self._error.shape:
-            raise ValueError(
-                f"the state of error feedback has shape {list(state['error'].shape)} [worker, D], "
-                f"not {list(self._error.shape)}; use the same model"
-            )
-        if (state["momentum"] is None) != (self._momentum is None):
-            raise ValueError(
-                f"the state of error feedback has {'no' if self._momentum is not None else 'a'} "
-                f"momentum; use momentum={'0' if self._momentum is not None else 'above 0'}"
-            )
-        self._steps = state["steps"]
-        self._last_rates = tuple(state["rates"])
-        self._error.copy_(state["error"])
-        if self._momentum is not None:
-            self._momentum.copy_(state["momentum"])

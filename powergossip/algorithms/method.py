@@ -214,9 +214,8 @@ class Method:
 
     def largest_rate(self, topology: Topology) -> float:
         """The diffusion rate from which the learning rule is unstable."""
-        return learning_rules.largest_rate(
-            self.learning, topology, self.learning_options, self.local_optimizer
-        )
+        rule = learning_rules.rule(self.learning, self.local_optimizer)
+        return rule.largest_rate(topology, self.learning_options)
 
     def warn_of_rate(self, network: Network, layout: Layout) -> None:
         """Warn of a diffusion rate that may make the method diverge."""

@@ -2,14 +2,14 @@
 accelerated variants."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from powergossip import checks, kernels, randomness
-from powergossip.algorithms.averaging import Kind, Rate, Stateless, column
+from powergossip.algorithms.averaging import Kind, Rate, Saved, Stateless, column
 from powergossip.compressors.sparse import distinct, fraction
 from powergossip.network import Conversation, Mean, Network
 from powergossip.network.rows import Rows, Shared
@@ -104,7 +104,7 @@ def _fits(tensor: Tensor) -> bool:
     return tensor.dtype == torch.float32 and tensor.stride(-1) == 1
 
 
-class RandomEntries:
+class RandomEntries(Saved):
     """SPARTA: plain gossip of K random elements, resampled in each step, the same in all workers::
 
         x_i[S] ← x_i[S] + γ Σ_j w_ij (x_j[S] − x_i[S])            |S| = K = max(1, ⌊p D⌋)
@@ -122,6 +122,8 @@ class RandomEntries:
     Raises:
         ValueError: Unless 0 < p ≤ 1 and γ > 0.
     """
+
+    saved: ClassVar[dict[str, str]] = {"steps": "_steps"}
 
     def __init__(
         self,
@@ -152,12 +154,6 @@ class RandomEntries:
         yield from self._gossip.step(self._part)
         x.index_copy_(1, positions, self._part)
         self._steps += 1
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"steps": self._steps}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._steps = state["steps"]
 
 
 class ExactMean(Stateless):

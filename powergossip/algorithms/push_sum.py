@@ -1,12 +1,13 @@
 """Push-sum: exact averaging over directed and time-varying graphs."""
 
-from collections.abc import Generator, Mapping
-from typing import Any
+from collections.abc import Generator
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from powergossip import checks
+from powergossip.algorithms.averaging import Saved
 from powergossip.network import Conversation, Network, ToAll
 from powergossip.parameters import Layout
 
@@ -14,7 +15,7 @@ from powergossip.parameters import Layout
 _GRIDS = {torch.float32: (torch.int32, 2.0**-24), torch.float64: (torch.int64, 2.0**-40)}
 
 
-class PushSum:
+class PushSum(Saved):
     """Senders split their values and their weights. Receivers divide the one sum by the other::
 
         x̂_i = w_i z_i,   w_i⁰ = 1
@@ -56,6 +57,7 @@ class PushSum:
         ValueError: In a step with running_sums, for a message of 128 or more.
     """
 
+    saved: ClassVar[dict[str, str]] = {"weights": "_w", "sums": "_sums", "received": "_received"}
     needs_doubly_stochastic, one_way = False, True  # see GossipRule
 
     def __init__(self, network: Network, layout: Layout, *, running_sums: bool = False):
@@ -126,17 +128,3 @@ class PushSum:
         moved = (received - last).to(message.dtype).mul_(unit)
         last.copy_(received)
         return moved
-
-    def state_dict(self) -> dict[str, Any]:
-        """The entry weights, w_i [worker, 1]. With running sums also sums, σ_i [worker, D + 1], and
-        received, ρ_ij [worker, neighbor, D + 1]."""
-        state: dict[str, Any] = {"weights": self._w.clone()}
-        if self._sums is not None and self._received is not None:
-            state |= {"sums": self._sums.clone(), "received": self._received.clone()}
-        return state
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._w.copy_(state["weights"])
-        if self._sums is not None and self._received is not None:
-            self._sums.copy_(state["sums"])
-            self._received.copy_(state["received"])

@@ -5,9 +5,8 @@
 Axes: worker (hosted here). Each worker has D elements.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -58,6 +57,7 @@ class SignSGDAggregation(Aggregation):
     """
 
     owns_momentum = True  # weight decay has no momentum
+    saved: ClassVar[dict[str, str]] = {"steps": "_steps", "momentum": "_momentum"}
 
     def __init__(self, network: Network, layout: Layout, config: SignSGDConfig):
         self._network, self._size, self._beta = network, layout.size, config.momentum
@@ -93,21 +93,3 @@ class SignSGDAggregation(Aggregation):
             total.fill_(torch.nan)
         mean[1:] = total
         self._steps += 1
-
-    def state_dict(self) -> dict[str, Any]:
-        """Number of steps, and the momentum u [worker, D], or None without."""
-        momentum = None if self._momentum is None else self._momentum.clone()
-        return {"steps": self._steps, "momentum": momentum}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state returned by `state_dict()`. Raises ValueError if it does not fit."""
-        saved = None if state["momentum"] is None else tuple(state["momentum"].shape)
-        own = None if self._momentum is None else tuple(self._momentum.shape)
-        if saved != own:
-            raise ValueError(
-                f"the state of signSGD has a momentum of shape {saved} [worker, D], not {own}; use "
-                "the same model and momentum"
-            )
-        self._steps = state["steps"]
-        if self._momentum is not None:
-            self._momentum.copy_(state["momentum"])

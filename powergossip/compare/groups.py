@@ -11,6 +11,7 @@ from powergossip import formatting
 from powergossip.compare.runs import PERCENT, Metric, Run, Warn
 from powergossip.errors import BadInput
 from powergossip.runs import tables
+from powergossip.runs.files import OF_COMMAND
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -18,24 +19,10 @@ if TYPE_CHECKING:
 SEED = "seed"
 # Keys that change neither the results nor the times of a run.
 WITHOUT_EFFECT = {
-    "allow_lost_rows",
-    "checkpoint",
-    "checkpoint_interval",
-    "data_dir",
-    "distributed_init_file",
-    "download",
-    "evaluate_only",
-    "log_verbosity",
-    "overwrite",
-    "rank",
-    "record_order",
-    "resume",
+    *OF_COMMAND,
     "spectrum_logging_epochs",
     "spectrum_logging_params",
     "spectrum_logging_worker_pairs",
-    "tensorboard",
-    "trackers",
-    "worker_timeout",
 }
 OPTIONS = ("optimizer_", "compression_", "hyperparameter_", "theta_", "moniqua_")  # of one method
 LONGEST_LABEL = 60  # characters

@@ -70,7 +70,23 @@ class SignAndNorm:
 
 
 @dataclass(frozen=True)
-class Rounding:
+class _Integers:
+    """A compressor whose messages are a norm and N integers from −levels to levels."""
+
+    divides: ClassVar[str] = "rows"
+
+    levels: int = 4
+
+    def __post_init__(self) -> None:
+        checks.between("levels", self.levels, 1, 127)
+
+    def fields(self, rows: int, columns: int) -> tuple[Field, ...]:
+        levels = Levels(-self.levels, step=1, count=2 * self.levels + 1)
+        return Field(torch.float32, 1), Field(levels, rows * columns)
+
+
+@dataclass(frozen=True)
+class Rounding(_Integers):
     """C(v) = ‖v‖_∞ ξ(v)/s, where s v_j/‖v‖_∞ is rounded to the nearest integer ξ_j ∈ {−s … s}.
 
     Message: the float ‖v‖_∞, then N integers of ⌈log₂(2s + 1)⌉ bits each: 3 for s = 3, 4 up to 7.
@@ -87,20 +103,9 @@ class Rounding:
         ValueError: For levels below 1 or above 127 (more than 8 bits).
     """
 
-    divides: ClassVar[str] = "rows"
-
-    levels: int = 4
-
-    def __post_init__(self) -> None:
-        checks.between("levels", self.levels, 1, 127)
-
     def stable_rate(self, rows: int, columns: int) -> float:
         """s/(s + 4). Entries below ‖v‖_∞/(2 s) are not sent."""
         return self.levels / (self.levels + 4)
-
-    def fields(self, rows: int, columns: int) -> tuple[Field, ...]:
-        levels = Levels(-self.levels, step=1, count=2 * self.levels + 1)
-        return Field(torch.float32, 1), Field(levels, rows * columns)
 
     def compress(self, v: Tensor, stream: Stream) -> tuple[Tensor, ...]:
         v = v.flatten(-2)
@@ -183,7 +188,7 @@ def _blocks(v: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class QSGD:
+class QSGD(_Integers):
     """C(v) = scale · ‖v‖₂ sign(v) ξ(v)/s, with `s |v_j|/‖v‖₂` rounded to a neighboring integer
     ξ_j ∈ {0 … s} at random, so that `E ξ_j = s |v_j|/‖v‖₂`.
 
@@ -207,13 +212,7 @@ class QSGD:
         ValueError: For levels below 1 or above 127 (more than 8 bits).
     """
 
-    divides: ClassVar[str] = "rows"
-
-    levels: int = 4
     unbiased: bool = False
-
-    def __post_init__(self) -> None:
-        checks.between("levels", self.levels, 1, 127)
 
     def stable_rate(self, rows: int, columns: int) -> float:
         """δ. If unbiased, 2/3 of 1/(5 ω), at most 2/3.
@@ -236,10 +235,6 @@ class QSGD:
     def variance_bound(self, elements: int) -> float:
         """ω for N elements."""
         return min(elements / self.levels**2, sqrt(elements) / self.levels)
-
-    def fields(self, rows: int, columns: int) -> tuple[Field, ...]:
-        levels = Levels(-self.levels, step=1, count=2 * self.levels + 1)
-        return Field(torch.float32, 1), Field(levels, rows * columns)
 
     def compress(self, v: Tensor, stream: Stream) -> tuple[Tensor, ...]:
         v = v.flatten(-2)

@@ -22,6 +22,7 @@ class _OfEntries:
     """A compressor that keeps a fraction of a matrix' entries, or as many as a rank has."""
 
     divides: ClassVar[str] = "whole"
+    entries_of_rank: ClassVar[float] = 1.0  # in units of r (m + k)
 
     keep_ratio: float = _KEEP_RATIO
     rank: int | None = None
@@ -35,6 +36,13 @@ class _OfEntries:
         ok = rank is None or keep_ratio == _KEEP_RATIO
         accepted = f"either a ratio or a rank, not both (rank={rank})"
         checks.check("keep_ratio", keep_ratio, ok, accepted)
+
+    def kept(self, rows: int, columns: int) -> int:
+        """K"""
+        if self.rank is None:
+            return fraction(self.keep_ratio, rows * columns)
+        most = floor(self.entries_of_rank * self.rank * (rows + columns))
+        return min(rows * columns, max(1, most))
 
 
 @dataclass(frozen=True)
@@ -62,6 +70,8 @@ class TopK(_OfEntries):
         ValueError: For keep_ratio outside (0, 1], a rank below 1, or both.
     """
 
+    entries_of_rank: ClassVar[float] = 1 / 4
+
     def stable_rate(self, rows: int, columns: int) -> float:
         """K/N. An entry is sent every N/K steps, during which its copies stay as they are."""
         return self.kept(rows, columns) / (rows * columns)
@@ -86,12 +96,6 @@ class TopK(_OfEntries):
     def decompress(self, fields: tuple[Tensor, ...], out: Tensor, stream: Stream) -> None:
         values, positions = fields
         _add_at(out, positions.long(), values, stream)
-
-    def kept(self, rows: int, columns: int) -> int:
-        """K"""
-        if self.rank is None:
-            return fraction(self.keep_ratio, rows * columns)
-        return min(rows * columns, max(1, self.rank * (rows + columns) // 4))
 
 
 def _largest(a: Tensor, count: int) -> Tensor:
@@ -150,12 +154,6 @@ class _AtSharedPositions(_OfEntries, ABC):
     def decompress(self, fields: tuple[Tensor, ...], out: Tensor, stream: Stream) -> None:
         positions = self.positions(stream, stream.stack.rows, stream.stack.columns)
         _add_at(out, positions.expand(*out.shape[:-2], -1), fields[0], stream)
-
-    def kept(self, rows: int, columns: int) -> int:
-        """K"""
-        if self.rank is None:
-            return fraction(self.keep_ratio, rows * columns)
-        return min(rows * columns, self.rank * (rows + columns))
 
     def positions(self, stream: Stream, rows: int, columns: int) -> Tensor:
         """The positions of the values in a matrix, in the message's order: int64 [layer, K]."""

@@ -7,7 +7,7 @@ matrix. Symbols: x_i worker i's matrix, x̄_0 the mean of all workers' starting 
 import math
 import platform
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ from powergossip.network import hosted_workers as hosted
 from powergossip.network.processes import OF_FILES
 from powergossip.parameters import Layout
 from powergossip.runs.clock import Clock, PhaseTime
+from powergossip.runs.metrics import Hooks
 from powergossip.trees import map_tensors
 from powergossip.user_functions import one_sentence
 
@@ -35,27 +36,6 @@ BATCH_ELEMENTS = {"cpu": 2**18, "cuda": 2**26}
 
 _IN_CACHES = 2**16  # elements that are copied to double precision at a time
 _DIVERGED = 100.0  # times the error at the start
-
-
-def _ignore(*_: object) -> None:
-    pass
-
-
-@dataclass(frozen=True)
-class Hooks:
-    """Functions that `Sweep.run` calls on process 0.
-
-    Attributes:
-        log_metric(name, values, tags): Log a row, see gossip_run.log_metric.
-        log_info({"state.progress": fraction}): Log the progress.
-        log_runtime(algorithm, mean, std, instances): Log seconds of a step.
-        progress(algorithm, steps): Report the completed steps, the sum over the settings.
-    """
-
-    log_metric: Callable[[str, Mapping[str, float], Mapping[str, Any]], None] = _ignore
-    log_info: Callable[[Mapping[str, Any]], None] = _ignore
-    log_runtime: Callable[[str, float, float, int], None] = _ignore
-    progress: Callable[[str, int], None] = _ignore
 
 
 class Sweep:

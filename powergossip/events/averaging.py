@@ -40,9 +40,10 @@ from powergossip.network import Network, Processes, Slots
 from powergossip.network.device_channel import Connection
 from powergossip.parameters import Layout
 from powergossip.topologies import Topology
+from powergossip.trees import Stateful
 
 
-class End(Protocol):
+class End(Stateful, Protocol):
     """One end of an edge: its state, which both ends change alike."""
 
     def part(self, x: Tensor, k: int) -> Tensor:
@@ -51,14 +52,6 @@ class End(Protocol):
 
     def exchange(self, own: Tensor, received: Tensor, k: int, weight: float) -> Tensor:
         """u_ij [D] of exchange k, from the parts of both ends. Changes the state."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state that the next exchange depends on."""
-        ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state returned by `state_dict()`."""
         ...
 
 

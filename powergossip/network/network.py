@@ -267,11 +267,6 @@ class Network:
         (means,) = self.receive(self.post([Mean(tensor)]))
         tensor.copy_(means)
 
-    @property
-    def present(self) -> Sequence[int]:
-        """The workers whose values `gather` returns."""
-        return range(self.n_workers)
-
     def gather(self, values: Tensor) -> Tensor:
         """values [worker, ...] of all n workers, in all processes. A measurement: not counted.
 

@@ -26,11 +26,13 @@ from powergossip.network import (
     ToAll,
     ToEach,
 )
+from powergossip.network.conversation import mapped
 from powergossip.parameters import Layout
 from powergossip.prediction.fake_network import FakeProcesses
 from powergossip.topologies import Topology
 
 LENGTH = 4  # bytes of the length of a piece of an all-gather
+Messages = tuple[Message, ...]
 STEPS = 2  # after which the sides of power iteration repeat
 
 
@@ -198,28 +200,22 @@ def count(method: PredictedMethod, layout: Layout) -> Traffic:
     steps = []
     for _ in range(2 * STEPS):
         phases: list[Phase] = []
-        conversation, received = step(x), None
-        while True:
-            try:
-                posted = conversation.send(received)
-            except StopIteration:
-                break
-            several = isinstance(posted, tuple)
-            messages = posted if several else (posted,)
+
+        def counted(messages: Messages, answers: Any, phases: list[Phase] = phases) -> Any:
             phase = _phase(messages)
             if phases and phases[-1].all_reduces == phase.all_reduces == 0.5:
                 phases[-1] = Phase(reduced=phases[-1].reduced + phase.reduced, all_reduces=1)
             else:
                 phases.append(phase)
-            answers = network.receive(network.post(messages))
-            received = tuple(answers) if several else answers[0]
-        network.round += 1
+            return answers
+
+        network.run(mapped(step(x), counted))
         steps.append(phases)
-    counted = zip(*steps[-STEPS:], strict=True)
-    return Traffic(tuple(_mean(together) for together in counted))
+    by_phase = zip(*steps[-STEPS:], strict=True)
+    return Traffic(tuple(_mean(together) for together in by_phase))
 
 
-def _phase(messages: Sequence[Message]) -> Phase:
+def _phase(messages: Messages) -> Phase:
     neighbor = neighbors = gathered = gathers = 0
     reduced = reductions = 0.0
     for message in messages:

@@ -26,7 +26,8 @@ rows starts without them.
 import json
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,36 @@ if TYPE_CHECKING:
 
 FILE = "metrics.jsonl"
 COLUMNS = ("name", "value", "epoch", "bits", "messages", "seconds")
+
+
+# name, values, tags
+Row = tuple[str, Mapping[str, float], Mapping[str, Any]]
+
+
+def _ignore(*_: Any) -> None:
+    """Do nothing."""
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """The functions that receive a run's measurements.
+
+    They are called on process 0 only, or if that is lost, on the first surviving one.
+
+    Attributes:
+        log_metric: Function of (name, values, tags).
+        log_info: Function of (facts).
+        log_runtime: Function of (label, mean, std, instances), in seconds.
+        take_over: Function of (the latest rows, index of this process), called before the others
+            where process 0 was lost.
+        progress: Function of (algorithm of gossip_run.py, completed steps of all its settings).
+    """
+
+    log_metric: Callable[[str, Mapping[str, float], Mapping[str, Any]], None] = _ignore
+    log_info: Callable[[Mapping[str, Any]], None] = _ignore
+    log_runtime: Callable[[str, float, float, int], None] = _ignore
+    take_over: Callable[[Sequence[Row], int], None] = _ignore
+    progress: Callable[[str, int], None] = _ignore
 
 
 class MetricsLog:

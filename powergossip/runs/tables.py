@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from powergossip.formatting import plain, prefixed, without_empty_columns
 from powergossip.runs.clock import data_fraction
-from powergossip.runs.metrics import COLUMNS, last_rows
+from powergossip.runs.metrics import COLUMNS, last_rows, last_values
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -22,30 +22,28 @@ def summary(rows: "DataFrame", time_is_virtual: bool = False) -> str:
             seconds.
     """
     lines: list[tuple[str, str]] = []
-    mean = last_rows(rows, "accuracy", split="test_avg")["value"]
-    if len(mean):
-        lines.append(("test accuracy, mean model", f"{mean.iloc[-1]:.2%}"))
-    validation = last_rows(rows, "accuracy", split="valid_avg")["value"]
-    if len(validation):
-        lines.append(("validation accuracy, mean model", f"{validation.iloc[-1]:.2%}"))
-    workers = last_rows(rows, "accuracy", split="test")["value"]
+
+    def add(label: str, shown: str, name: str, **tags: str) -> bool:
+        values = last_values(rows, name, **tags)
+        if len(values):
+            lines.append((label, format(values.iloc[-1], shown)))
+        return len(values) > 0
+
+    add("test accuracy, mean model", ".2%", "accuracy", split="test_avg")
+    add("validation accuracy, mean model", ".2%", "accuracy", split="valid_avg")
+    workers = last_values(rows, "accuracy", split="test")
     if len(workers) == 1:
         lines.append(("test accuracy, one worker", f"{workers.iloc[0]:.2%}"))
     elif len(workers):
         spread = f"{workers.mean():.2%} (worst {workers.min():.2%}, best {workers.max():.2%})"
         lines.append((f"test accuracy, mean of {len(workers)} workers", spread))
-    for split, of in (("test_avg", "mean model"), ("test", "workers")):
-        entropy = last_rows(rows, "cross_entropy", split=split)["value"]
+    if not add("test cross entropy, mean model", ".4f", "cross_entropy", split="test_avg"):
+        entropy = last_values(rows, "cross_entropy", split="test")
         if len(entropy):
-            lines.append((f"test cross entropy, {of}", f"{entropy.mean():.4f}"))
-            break
-    entropy = last_rows(rows, "cross_entropy", split="valid_avg")["value"]
-    if len(entropy):
-        lines.append(("validation cross entropy, mean model", f"{entropy.iloc[-1]:.4f}"))
+            lines.append(("test cross entropy, workers", f"{entropy.mean():.4f}"))
+    add("validation cross entropy, mean model", ".4f", "cross_entropy", split="valid_avg")
     lines += _further_metrics(rows)
-    consensus = last_rows(rows, "consensus_distance", type="params_only")["value"]
-    if len(consensus):
-        lines.append(("consensus distance", f"{consensus.iloc[-1]:.3g}"))
+    add("consensus distance", ".3g", "consensus_distance", type="params_only")
 
     bits = rows["bits"].max()
     if bits >= 0:
@@ -92,7 +90,7 @@ def summary(rows: "DataFrame", time_is_virtual: bool = False) -> str:
 
 def merge_bits(rows: "DataFrame") -> float:
     """Return the bits of a worker in a merge after the last epoch, 0 if the models agree."""
-    found = last_rows(rows, "merge_bits")["value"]
+    found = last_values(rows, "merge_bits")
     return float(found.iloc[-1]) if len(found) else 0.0
 
 
@@ -107,7 +105,7 @@ def _further_metrics(rows: "DataFrame") -> list[tuple[str, str]]:
         for split, of in ((mean_split, "mean model"), (worker_split, "workers")):
             for name in rows["name"][rows["split"] == split].unique():
                 if name not in shown:
-                    values = last_rows(rows, name, split=split)["value"]
+                    values = last_values(rows, name, split=split)
                     text = f"{values.mean():.4g}"
                     if len(values) > 1:
                         text += f" ({values.min():.4g} to {values.max():.4g})"

@@ -14,6 +14,8 @@ the tasks::
 
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -119,41 +121,8 @@ class ResidualBlock(nn.Module):
     """relu(shortcut(x) + f(x)), where f is two 3 × 3 convolutions."""
 
     expansion = 1  # channels of the output, in widths
-
-    def __init__(
-        self,
-        before: int,
-        width: int,
-        stride: int,
-        norm: Callable[[int], nn.Module],
-        shortcut: str = "projection",
-    ) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(before, width, 3, stride, padding=1, bias=False)
-        self.norm1 = norm(width)
-        self.conv2 = nn.Conv2d(width, width, 3, padding=1, bias=False)
-        self.norm2 = norm(width)
-        self.shortcut: nn.Module = nn.Identity()
-        if (before, stride) != (width, 1):
-            self.shortcut = SHORTCUTS[shortcut](before, width, stride, norm)
-
-    @property
-    def last_norm(self) -> nn.Module:
-        """The normalization that ends f."""
-        return self.norm2
-
-    def forward(self, x: Tensor) -> Tensor:
-        f = self.norm1(self.conv1(x)).relu()
-        return torch.relu(self.shortcut(x) + self.norm2(self.conv2(f)))
-
-
-class Bottleneck(nn.Module):
-    """relu(shortcut(x) + f(x)), where f is 1 × 1, 3 × 3 and 1 × 1 convolutions.
-
-    The 3 × 3 convolution has the stride, as in torchvision. He et al. have it in the first.
-    """
-
-    expansion = 4
+    sizes: ClassVar[tuple[int, ...]] = (3, 3)  # of the convolutions
+    strided = 1  # the convolution that has the stride
 
     def __init__(
         self,
@@ -165,12 +134,14 @@ class Bottleneck(nn.Module):
     ) -> None:
         super().__init__()
         after = self.expansion * width
-        self.conv1 = nn.Conv2d(before, width, 1, bias=False)
-        self.norm1 = norm(width)
-        self.conv2 = nn.Conv2d(width, width, 3, stride, padding=1, bias=False)
-        self.norm2 = norm(width)
-        self.conv3 = nn.Conv2d(width, after, 1, bias=False)
-        self.norm3 = norm(after)
+        channels = [before, *[width] * (len(self.sizes) - 1), after]
+        for i, (size, (inputs, outputs)) in enumerate(
+            zip(self.sizes, pairwise(channels), strict=True), 1
+        ):
+            own = stride if i == self.strided else 1
+            convolution = nn.Conv2d(inputs, outputs, size, own, padding=size // 2, bias=False)
+            self.add_module(f"conv{i}", convolution)
+            self.add_module(f"norm{i}", norm(outputs))
         self.shortcut: nn.Module = nn.Identity()
         if (before, stride) != (after, 1):
             self.shortcut = SHORTCUTS[shortcut](before, after, stride, norm)
@@ -178,12 +149,25 @@ class Bottleneck(nn.Module):
     @property
     def last_norm(self) -> nn.Module:
         """The normalization that ends f."""
-        return self.norm3
+        return self.get_submodule(f"norm{len(self.sizes)}")
 
     def forward(self, x: Tensor) -> Tensor:
-        f = self.norm1(self.conv1(x)).relu()
-        f = self.norm2(self.conv2(f)).relu()
-        return torch.relu(self.shortcut(x) + self.norm3(self.conv3(f)))
+        f = x
+        for i in range(1, 1 + len(self.sizes)):
+            f = f.relu() if i > 1 else f
+            f = getattr(self, f"norm{i}")(getattr(self, f"conv{i}")(f))
+        return torch.relu(self.shortcut(x) + f)
+
+
+class Bottleneck(ResidualBlock):
+    """relu(shortcut(x) + f(x)), where f is 1 × 1, 3 × 3 and 1 × 1 convolutions.
+
+    The 3 × 3 convolution has the stride, as in torchvision. He et al. have it in the first.
+    """
+
+    expansion = 4
+    sizes = (1, 3, 1)
+    strided = 2
 
 
 class ResNet(nn.Module):
@@ -199,7 +183,7 @@ class ResNet(nn.Module):
 
     def __init__(
         self,
-        block: type[ResidualBlock] | type[Bottleneck],
+        block: type[ResidualBlock],
         widths: list[int],
         depths: list[int],
         large_images: bool,
@@ -218,7 +202,7 @@ class ResNet(nn.Module):
         self.conv = nn.Conv2d(shape[0], widths[0], size, stride, padding=size // 2, bias=False)
         self.norm = norm(widths[0])
         self.pool = nn.MaxPool2d(3, 2, padding=1) if large_images else nn.Identity()
-        blocks: list[ResidualBlock | Bottleneck] = []
+        blocks: list[ResidualBlock] = []
         before = widths[0]
         for stage, (width, depth) in enumerate(zip(widths, depths, strict=True)):
             for i in range(depth):

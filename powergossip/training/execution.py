@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -10,6 +10,7 @@ from powergossip.algorithms.difference_code import DifferenceCode
 from powergossip.network import Network
 from powergossip.parameters import Parameters
 from powergossip.runs.clock import Clock, Stopwatch
+from powergossip.runs.metrics import Hooks
 from powergossip.runs.signals import Signals
 from powergossip.tasks import Task
 from powergossip.training import facts
@@ -17,10 +18,11 @@ from powergossip.training.config import Settings
 from powergossip.training.ending import Agreement
 from powergossip.training.gradients import Gradients
 from powergossip.training.live_models import AliveWorkers
-from powergossip.training.measurements import Hooks, Rows
+from powergossip.training.measurements import Rows
 from powergossip.training.methods import Learner
 from powergossip.training.position import Moment, Position
 from powergossip.training.schedule import learning_rate
+from powergossip.trees import Stateful
 
 
 class Computation(NamedTuple):
@@ -34,14 +36,6 @@ class Computation(NamedTuple):
     agreement: Agreement
     clock: Clock
     steps_per_epoch: int
-
-
-class Stateful(Protocol):
-    """A part of a method with its own state."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: Any) -> None: ...
 
 
 class Execution:

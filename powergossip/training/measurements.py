@@ -1,8 +1,7 @@
 """Measurements of a run: rows for the hooks of an entry point, and the check for divergence."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -11,9 +10,7 @@ from powergossip.algorithms.difference_code import DifferenceCode
 from powergossip.errors import Diverged
 from powergossip.network import Network, Processes
 from powergossip.runs.clock import Clock, data_fraction
-
-# name, values, tags
-Row = tuple[str, dict[str, float], dict[str, Any]]
+from powergossip.runs.metrics import Hooks
 
 
 def divergence(worker: int, name: str, value: float, step: int, epoch: int) -> str:
@@ -29,30 +26,6 @@ def check_finite(name: str, values: Tensor, step: int, epoch: int) -> None:
     for worker, value in enumerate(values.tolist()):
         if not math.isfinite(value):
             raise Diverged(divergence(worker, name, value, step, epoch))
-
-
-def _ignore(*arguments: Any) -> None:
-    """Do nothing."""
-
-
-@dataclass(frozen=True)
-class Hooks:
-    """The functions that receive a run's measurements.
-
-    They are called on process 0 only, or if that is lost, on the first surviving one.
-
-    Attributes:
-        log_metric: Function of (name, values, tags).
-        log_info: Function of (facts).
-        log_runtime: Function of (label, mean, std, instances), in seconds.
-        take_over: Function of (the latest rows, index of this process), called before the others
-            where process 0 was lost.
-    """
-
-    log_metric: Callable[[str, Mapping[str, float], Mapping[str, Any]], None] = _ignore
-    log_info: Callable[[Mapping[str, Any]], None] = _ignore
-    log_runtime: Callable[[str, float, float, int], None] = _ignore
-    take_over: Callable[[Sequence[Row], int], None] = _ignore
 
 
 class Rows:

@@ -10,11 +10,11 @@ from powergossip.errors import CannotWrite, Dropped, Interrupted, Stopped
 from powergossip.runs import configuration, figures, metrics, output, tables
 from powergossip.runs.checkpoints import Checkpoints
 from powergossip.runs.files import FIGURE, SAMPLE
+from powergossip.runs.metrics import Hooks, Row
 from powergossip.runs.output import COMPLETE, Output
 from powergossip.training import resizing
 from powergossip.training.config import Config
 from powergossip.training.ending import complete_without
-from powergossip.training.measurements import Hooks, Row
 from powergossip.training.resuming import check_rest
 from powergossip.training.start import NewRun
 from powergossip.training.trainer import Trainer

@@ -28,12 +28,13 @@ all processes and for any layout of processes before and after.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from powergossip.algorithms.averaging import Copies
+from powergossip.algorithms.learning import Learning
 from powergossip.runs.checkpoints import join, rows_of
 from powergossip.trees import Tree, map_tensors
 
@@ -41,21 +42,6 @@ from powergossip.trees import Tree, map_tensors
 _KEPT = ("buffers", "whole_number_buffers", "optimizer", "sums")
 _OF_RUN = ("epoch", "step_in_epoch", "step", "seconds", "phases")  # no rows of workers
 _COUNTERS = ("bits", "messages")  # of the network, 0 for new workers
-
-
-class ResizableRule(Protocol):
-    """A learning rule that declares which entries of its state do not depend on the topology.
-
-    Attributes:
-        kept: Entries that a worker keeps. New workers begin with the mean.
-        conserved: Entries whose mean over the workers stays the same, too.
-    """
-
-    @property
-    def kept(self) -> tuple[str, ...]: ...
-
-    @property
-    def conserved(self) -> tuple[str, ...]: ...
 
 
 @dataclass(frozen=True)
@@ -72,7 +58,7 @@ class Start:
     workers: range
     steps_per_epoch: int
     state: Callable[[], dict[str, Any]]
-    rule: ResizableRule
+    rule: Learning
 
 
 def sentence(before: int, now: int) -> str:

@@ -12,31 +12,14 @@ from omegaconf import OmegaConf
 from powergossip.network import Processes
 from powergossip.parameters import Parameters
 from powergossip.runs.checkpoints import Checkpoints
+from powergossip.runs.files import OF_COMMAND
 from powergossip.training import resizing
 from powergossip.training.config import Settings
 
 # Keys that may change when a run is resumed.
 FREE_TO_CHANGE = (
-    "allow_lost_rows",
-    "checkpoint",
-    "checkpoint_interval",
-    "cuda_aware",
-    "data_dir",
-    "data_processes",
-    "device",
-    "distributed_backend",
-    "distributed_init_file",
-    "download",
-    "evaluate_only",
-    "log_verbosity",
-    "num_epochs",
-    "overwrite",
-    "rank",
-    "record_order",
-    "resume",
-    "tensorboard",
-    "trackers",
-    "worker_timeout",
+    *OF_COMMAND,
+    *("cuda_aware", "data_processes", "device", "distributed_backend", "num_epochs"),
 )
 # Keys that may change, too, when a checkpoint is evaluated.
 OF_EVALUATION = (

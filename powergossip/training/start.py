@@ -7,10 +7,10 @@ from pathlib import Path
 
 from powergossip.network import Processes, launch, processes
 from powergossip.runs.configuration import Request
+from powergossip.runs.metrics import Hooks
 from powergossip.runs.output import run_to_resume
 from powergossip.training.config import Settings
 from powergossip.training.config_checks import checked
-from powergossip.training.measurements import Hooks
 from powergossip.training.trainer import Trainer
 
 

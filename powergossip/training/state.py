@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from powergossip.parameters import Parameters
 from powergossip.runs.clock import PhaseTime
 from powergossip.tasks import Task
-from powergossip.training.execution import Computation, Stateful
-from powergossip.trees import map_tensors
+from powergossip.training.execution import Computation
+from powergossip.trees import Stateful, map_tensors
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,14 @@ from torch import Tensor
 from powergossip import tasks
 from powergossip.network import Processes
 from powergossip.runs.checkpoints import Checkpoints
+from powergossip.runs.metrics import Hooks
 from powergossip.runs.progress import Progress
 from powergossip.runs.signals import Signals
 from powergossip.training import construction, facts, precision, resizing
 from powergossip.training.config import Settings
 from powergossip.training.ending import PATIENCE, interrupted
 from powergossip.training.evaluation import Evaluation
-from powergossip.training.measurements import Hooks, log_phases, log_skipped
+from powergossip.training.measurements import log_phases, log_skipped
 from powergossip.training.merging import merge
 from powergossip.training.methods import diffusion_rate
 from powergossip.training.position import Position

@@ -18,12 +18,13 @@ from powergossip.algorithms import AVERAGING
 from powergossip.algorithms.aggregation import AGGREGATIONS
 from powergossip.algorithms.learning import LEARNING
 from powergossip.algorithms.torch_powersgd import HOOKS
-from powergossip.consensus.sweep import Hooks, Sweep
+from powergossip.consensus.sweep import Sweep
 from powergossip.errors import BadInput
 from powergossip.network import Network, Processes, processes
 from powergossip.optimizers import GossipModelAverager, GossipOptimizer
 from powergossip.parameters import Layout
 from powergossip.runs.checkpoints import Checkpoints
+from powergossip.runs.metrics import Hooks
 from powergossip.training.config_checks import checked
 from powergossip.training.trainer import Trainer
 from tests.harness.averaging import ALONE, EVERY, SHAPES, label, start, steps, variance

@@ -159,7 +159,7 @@ def test_quasi_global_momentum_is_stable_up_to_its_largest_rate(
     """On a directed ring, without gradients."""
     name, topology = "quasi-global-momentum", "unidirectional-ring"
     given = {"momentum": 0.5, "nesterov": nesterov, "overlapping": overlapping}
-    largest = learning.largest_rate(name, graph(topology, WORKERS), given)
+    largest = learning.rule(name).largest_rate(graph(topology, WORKERS), given)
     assert largest < 2
     for factor, decays in ((0.95, True), (1.05, False)):
         problem = Quadratics()

@@ -232,7 +232,7 @@ def test_disagreement_decays_at_the_default_rate(name: str, beta: float, overlap
     graphs += [("random-matching", 16), ("epidemic", 8), ("fully-connected", 5)]
     for topology, n in graphs:
         found = topologies.make(topology, n)
-        largest = learning.largest_rate(name, found, given | {"overlapping": overlapping})
+        largest = learning.rule(name).largest_rate(found, given | {"overlapping": overlapping})
         pulls = np.linspace(0, 0.7, 15)
         below, above = (
             max(outer_stability.radius(found, recurrence, rate, q, beta, *more) for q in pulls)
@@ -258,7 +258,7 @@ def test_models_stay_together_at_the_default_rate(
     """Without a limit they are 1e4 to 1e16 apart."""
     problem = Quadratics(n, shapes=VECTOR)
     given = {"overlapping": False} | learning.options(name) | options
-    largest = learning.largest_rate(name, topologies.make(topology, n), given)
+    largest = learning.rule(name).largest_rate(topologies.make(topology, n), given)
     rate = {"diffusion_rate": min(1.0, 0.9 * largest)}
     run(name, "plain", 400, 5, 0.002, problem, topology, rate, **options)
     assert float((problem.x - problem.x.mean(0)).norm()) < 20
@@ -518,7 +518,7 @@ def test_overlapping_has_the_fixed_point_of_stable_rates(corrects: bool, fragmen
     options: dict[str, Any] = {"overlapping": True, "gradient_correction": corrects}
     topology = topologies.make("ring", 8)
     rates = {"outer_rate": 0.7, "outer_momentum": 0.5, "overlapping": True}
-    given = {"diffusion_rate": 0.9 * learning.largest_rate("diloco", topology, rates)}
+    given = {"diffusion_rate": 0.9 * learning.rule("diloco").largest_rate(topology, rates)}
     problem = Quadratics(shapes=VECTOR if fragments == 1 else TENSORS)
     options["fragments"] = fragments
     run("diloco", "plain", 900 if corrects else 300, 10, 0.01, problem, "ring", given, **options)

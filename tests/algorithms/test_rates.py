@@ -14,10 +14,11 @@ import train
 from powergossip import algorithms, topologies
 from powergossip.algorithms import rates
 from powergossip.compressors import QSGD
-from powergossip.consensus.sweep import Hooks, Sweep
+from powergossip.consensus.sweep import Sweep
 from powergossip.network import Network, Processes, processes
 from powergossip.optimizers import GossipOptimizer
 from powergossip.parameters import Layout
+from powergossip.runs.metrics import Hooks
 from powergossip.topologies import Topology
 from powergossip.training.config_checks import checked
 from powergossip.training.trainer import Trainer

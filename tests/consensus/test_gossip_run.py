@@ -23,12 +23,13 @@ from powergossip import algorithms
 from powergossip.algorithms import PlainGossip
 from powergossip.consensus import config_checks, data, methods, sweep
 from powergossip.consensus.methods import ConsensusMethod
-from powergossip.consensus.sweep import Hooks, MatrixBatch, Sweep
+from powergossip.consensus.sweep import MatrixBatch, Sweep
 from powergossip.errors import BadInput
 from powergossip.network import Network, processes
 from powergossip.parameters import Layout
 from powergossip.runs import metrics, tables
 from powergossip.runs.files import FIGURE
+from powergossip.runs.metrics import Hooks
 from tests.harness import launch
 
 TINY: dict[str, Any] = {

@@ -330,7 +330,8 @@ def learn(name: str, case: Case, learning_rate: float) -> Learned:
     given = {option: value for option, value in own if option in known} | given
     given.pop("diffusion_rate", None)  # None: the default below
     factor = learning.diffusion_factor(name, case.rule)
-    largest = learning.largest_rate(name, graph, {"overlapping": False} | learning.options(name))
+    own_options = {"overlapping": False} | learning.options(name)
+    largest = learning.rule(name).largest_rate(graph, own_options)
     rate = algorithms.default_rate(case.rule, graph, problem.layout, given, factor, largest)
 
     def make(layout: Layout) -> algorithms.Averaging:

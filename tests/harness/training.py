@@ -9,8 +9,8 @@ from omegaconf import OmegaConf
 
 import train
 from powergossip.network import Processes, processes
+from powergossip.runs.metrics import Hooks
 from powergossip.training.config_checks import checked
-from powergossip.training.measurements import Hooks
 from powergossip.training.trainer import Trainer
 
 TINY: dict[str, Any] = {

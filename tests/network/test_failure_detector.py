@@ -22,8 +22,8 @@ from powergossip.network.resilient.failure_detector import DATA, DROPPED, LOST, 
 from powergossip.network.resilient.heartbeats import Identity, Liveness, exchange_identities
 from powergossip.network.resilient.messages import Envelope, Payload, decoded, octets
 from powergossip.runs.checkpoints import Checkpoints
+from powergossip.runs.metrics import Hooks
 from powergossip.training.asynchronous.rows import SharedRows
-from powergossip.training.measurements import Hooks
 from tests.harness.helpers import wait_until
 
 TIMEOUT = 8.0

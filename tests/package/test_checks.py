@@ -39,7 +39,7 @@ def test_ranges_and_choices() -> None:
     with pytest.raises(checks.BadValue, match="distributed_backend=nccl: use mpi"):
         checks.one_of("distributed_backend", "nccl", ["mpi"])
     with pytest.raises(checks.BadValue, match="n_workers=0: use 1 or more"):
-        checks.n_workers(0)
+        checks.at_least_one("n_workers", 0)
 
 
 def test_a_renamed_error_keeps_value_and_advice() -> None:

@@ -23,9 +23,8 @@ from powergossip.errors import Dropped
 from powergossip.network import Processes
 from powergossip.runs import files, output
 from powergossip.runs.checkpoints import FOLDER, Checkpoints
-from powergossip.runs.metrics import FILE
+from powergossip.runs.metrics import FILE, Hooks
 from powergossip.training.asynchronous.rows import SharedRows
-from powergossip.training.measurements import Hooks
 from tests.harness.system_calls import moments
 
 T = TypeVar("T")

@@ -88,7 +88,7 @@ def test_initial_weights_as_published_are_normal_by_the_fan_out(name: str) -> No
             wanted = (2 / (layer.kernel_size[0] ** 2 * layer.out_channels)) ** 0.5
             tolerance = 5 / (2 * layer.weight.numel()) ** 0.5  # standard deviations
             assert layer.weight.std().item() == pytest.approx(wanted, rel=tolerance)
-    by_default = models.ResidualBlock(16, 16, 1, nn.BatchNorm2d).conv1.weight
+    by_default = models.ResidualBlock(16, 16, 1, nn.BatchNorm2d).get_parameter("conv1.weight")
     assert by_default.std() < 0.06 < 0.1 < (2 / (9 * 16)) ** 0.5
 
 
@@ -122,7 +122,7 @@ def test_residual_blocks_halve_the_image_between_stages(
 
 def test_a_residual_block_adds_its_input() -> None:
     block = models.ResidualBlock(4, 4, 1, models.NORMALIZATIONS["batch"])
-    for parameter in block.norm2.parameters():
+    for parameter in block.get_submodule("norm2").parameters():
         nn.init.zeros_(parameter)
     images = torch.randn(2, 4, 5, 5)
     assert torch.equal(block(images), images.relu())

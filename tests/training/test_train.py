@@ -25,11 +25,11 @@ from powergossip import tasks
 from powergossip.errors import BadInput
 from powergossip.network import Network, processes
 from powergossip.runs import metrics, tables
+from powergossip.runs.metrics import Hooks
 from powergossip.runs.output import new_dated_folder
 from powergossip.tasks import models
 from powergossip.tasks.task import Batch, Split
 from powergossip.training import recorder
-from powergossip.training.measurements import Hooks
 from powergossip.training.trainer import Trainer
 from tests.harness import launch
 from tests.harness.training import TINY, after_steps, built, reproducible, select, trained, value

@@ -5,7 +5,7 @@ Axes: worker (hosted here). Each worker has D elements. A position is an index 0
 
 from collections.abc import Mapping, Sequence
 from math import ceil, prod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -54,6 +54,12 @@ class DGCAggregation(Aggregation):
     """
 
     owns_momentum = clips = True
+    saved: ClassVar[dict[str, str]] = {
+        "steps": "_steps",
+        "share": "_fraction",
+        "momentum": "_momentum",
+        "kept": "_kept",
+    }
 
     def __init__(
         self,
@@ -198,23 +204,7 @@ class DGCAggregation(Aggregation):
         for first, size in self._tensors if len(mean) > 1 else ():
             mean[1:, first : first + size] = mean[0, first : first + size]
 
-    def state_dict(self) -> dict[str, Any]:
-        """Number of steps, current fraction, and [worker, D]: momentum u, accumulated v."""
-        return {
-            "steps": self._steps,
-            "share": self._fraction,
-            "momentum": self._momentum.clone(),
-            "kept": self._kept.clone(),
-        }
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state returned by `state_dict()`. Raises ValueError if it does not fit."""
-        if state["kept"].shape != self._kept.shape:
-            raise ValueError(
-                f"DGC's state has shape {list(state['kept'].shape)} [worker, D], "
-                f"not {list(self._kept.shape)}; use the same model"
-            )
-        self._steps = state["steps"]
         self._set_fraction(state["share"])
-        self._momentum.copy_(state["momentum"])
-        self._kept.copy_(state["kept"])
+        super().load_state_dict(state)

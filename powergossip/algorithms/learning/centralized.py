@@ -1,17 +1,16 @@
 """The mean of compressed gradients, or of displacements, in all workers."""
 
-from collections.abc import Mapping
-from typing import Any
+from typing import ClassVar
 
 import torch
 
-from powergossip.algorithms.averaging import Aggregation
+from powergossip.algorithms.averaging import Aggregation, Saved
 from powergossip.algorithms.learning.interface import Correction, Decay, LocalStep
 from powergossip.network import Network
 from powergossip.parameters import Parameters
 
 
-class CentralizedSGD:
+class CentralizedSGD(Saved):
     """x_i ← x_i − η u(mean + λ x_i), mean = aggregate(e_i + g_i), e_i ← the residual of worker i.
 
     Workers that start alike stay alike, to the bit within a process. The residual e_i stays in
@@ -29,6 +28,13 @@ class CentralizedSGD:
             between.
     """
 
+    saved: ClassVar[dict[str, str]] = {
+        "aggregation": "_aggregation",
+        "decay": "_decay",
+        "batches": "_batches",
+        "gradient": "_gradient",
+        "error": "_error",
+    }
     kept = ("batches", "decay")
     conserved = ("aggregation", "error", "gradient")
 
@@ -79,28 +85,8 @@ class CentralizedSGD:
         if len(self._x) > 1:  # torch's kernels may round the last elements of a buffer differently
             self._x[1:] = self._x[0]
 
-    def state_dict(self) -> dict[str, Any]:
-        """The aggregation's state, the decay's momentum, the residuals, and the batches of an
-        incomplete step."""
-        return {
-            "aggregation": self._aggregation.state_dict(),
-            "decay": self._decay.state_dict(),
-            "batches": self._batches,
-            "gradient": self._gradient,
-            "error": self._error,
-        }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state returned by `state_dict()`."""
-        self._aggregation.load_state_dict(state["aggregation"])
-        self._decay.load_state_dict(state["decay"])
-        self._batches = state["batches"]
-        self._gradient.copy_(state["gradient"])
-        if self._error is not None:
-            self._error.copy_(state["error"])
-
-
-class CentralizedLocal:
+class CentralizedLocal(Saved):
     """Local steps of the workers, and the mean of their compressed displacements::
 
         x_i ← x_i + u_i                       H times, u_i the local optimizer's displacement
@@ -115,6 +101,11 @@ class CentralizedLocal:
         clip: Largest norm of a worker's gradient, before the decay is added.
     """
 
+    saved: ClassVar[dict[str, str]] = {
+        "aggregation": "_aggregation",
+        "slow": "_slow",
+        "steps": "_steps",
+    }
     kept = ("steps",)
     conserved = ("aggregation", "slow")
 
@@ -151,14 +142,3 @@ class CentralizedLocal:
         torch.sub(self._slow, self._x, out=self._gradient)
         self._network.run(self._aggregation.step(self._gradient, self._mean))
         self._x.copy_(self._slow.sub_(self._mean))
-
-    def state_dict(self) -> dict[str, Any]:
-        """The aggregation's state, φ [worker, D], and the local steps since φ."""
-        aggregation = self._aggregation.state_dict()
-        return {"aggregation": aggregation, "slow": self._slow, "steps": self._steps}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state returned by `state_dict()`."""
-        self._aggregation.load_state_dict(state["aggregation"])
-        self._slow.copy_(state["slow"])
-        self._steps = state["steps"]

@@ -1,24 +1,26 @@
 """The common parts of learning rules: their interface, clipping and weight decay."""
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
+from powergossip.algorithms.averaging import Saved
 from powergossip.parameters import Parameters
+from powergossip.trees import Stateful
 
 LocalStep = Callable[[Tensor], Any]  # a local optimizer's, with a gradient [worker, D]
 
 
-class Learning(Protocol):
+class Learning(Stateful, Protocol):
     """A learning rule over the flat buffers `parameters.x` and `parameters.grad`.
 
     With another number of workers, all entries of its state but these begin as at the start of a
     run. They do not depend on the topology.
 
     Attributes:
-        kept: Entries that a worker keeps.
+        kept: Entries that a worker keeps. New workers begin with the mean.
         conserved: Updates still to come, whose mean over the workers stays the same, too.
     """
 
@@ -36,16 +38,8 @@ class Learning(Protocol):
         """Complete the step with the gradients in `parameters.grad`. Changes `parameters.x`."""
         ...
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that the next step depends on. Tensors are [worker, ...]."""
-        ...
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state returned by `state_dict()`."""
-        ...
-
-
-class Decay:
+class Decay(Saved):
     """Weight decay λ x of all parameters outside normalization layers.
 
     With momentum m, in its own buffer d that starts at 0::
@@ -54,6 +48,8 @@ class Decay:
 
     Momentum is linear: SGD's momentum of g + λ x is its momentum of g plus this.
     """
+
+    saved: ClassVar[dict[str, str]] = {"momentum": "_d"}
 
     def __init__(
         self,
@@ -81,15 +77,6 @@ class Decay:
                 g.add_(x, alpha=self._weight_decay).add_(d, alpha=self._m)
             else:
                 g.add_(d)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The momentum d [worker, D], or None without."""
-        return {"momentum": self._d}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state returned by `state_dict()`."""
-        if self._d is not None:
-            self._d.copy_(state["momentum"])
 
 
 class Correction:

@@ -34,7 +34,6 @@ from powergossip.algorithms.plain import ExactMean, PlainGossip
 from powergossip.algorithms.rates import is_directed, warn_once
 from powergossip.compressors import Identity
 from powergossip.network import Network
-from powergossip.topologies import Topology
 
 # Registry names: `learning` in train.py.
 LEARNING: dict[str, type[GossipRule]] = {
@@ -264,13 +263,6 @@ def with_local_steps() -> str:
     """The rules with rounds of local steps, in an error message."""
     *others, last = [name for name in LEARNING if "local_steps" in options(name)]
     return f"{', '.join(others)} or {last}"
-
-
-def largest_rate(
-    name: str, topology: Topology, options: Mapping[str, Any], local_optimizer: str = "sgd"
-) -> float:
-    """The diffusion rate from which a rule with these options is unstable. Infinite for most."""
-    return rule(name, local_optimizer).largest_rate(topology, options)
 
 
 def without(name: str) -> tuple[str, ...]:

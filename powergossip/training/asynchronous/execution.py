@@ -14,12 +14,13 @@ from powergossip.events.virtual_clock import VirtualClock
 from powergossip.events.wall_clock import WallClock
 from powergossip.network import Network
 from powergossip.network.resilient.links import Links
+from powergossip.runs.metrics import Hooks
 from powergossip.runs.signals import Signals
 from powergossip.training.asynchronous.rows import SharedRows
 from powergossip.training.asynchronous.workers import EdgeWorkers, as_bytes, from_bytes
 from powergossip.training.execution import Computation, Execution
 from powergossip.training.live_models import AliveWorkers
-from powergossip.training.measurements import Hooks, Rows
+from powergossip.training.measurements import Rows
 from powergossip.training.position import Moment, Position
 
 ORDER = "order.jsonl"  # in the folder of a run

@@ -4,7 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 from powergossip.network import Network
-from powergossip.training.measurements import Hooks, Row, Rows
+from powergossip.runs.metrics import Hooks, Row
+from powergossip.training.measurements import Rows
 
 _KEPT = 2  # evaluated epochs
 
