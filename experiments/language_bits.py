@@ -12,6 +12,7 @@ from experiments.language import ADAMW, ALL_REDUCE, EPOCHS, GPT, MEASURE, METHOD
 from experiments.study import (
     MERGE,
     SEEDS,
+    Axes,
     Cases,
     Outcome,
     Outcomes,
@@ -57,7 +58,7 @@ def experiment() -> Experiment:
     for name, chosen, seeds in ((ALL, BITS, SEEDS), (FEW, ONE_SEED, SEEDS[:1])):
         for method, bits in chosen.items():
             few = {str(b): {"optimizer_bits": b} for b in bits}
-            axes = {"of": {name: {}}, "method": {method: CHOSEN[method]}, "bits": few}
+            axes: Axes = {"of": {name: {}}, "method": {method: CHOSEN[method]}, "bits": few}
             cases |= grid(values, axes, seeds)
     for (method, b), of_method in LONGER.items():
         axes = {"of": {MORE: LONG}, "method": {method: of_method}, "bits": {b: {}}}
