@@ -19,8 +19,11 @@ LENGTHS = (40, 3, 90, 17)
 SHAPES = [(40, 30), (20, 25), (17,), (9,)]
 
 
-def code_of(network: Network, bits: int) -> DifferenceCode:
-    return DifferenceCode(EdgeConstants(network, network.rounds[0], 1.0, 0), bits, LENGTHS, 1, 0)
+def code_of(
+    network: Network, bits: int, lengths: tuple[int, ...] = LENGTHS, index: int = 0
+) -> DifferenceCode:
+    edges = EdgeConstants(network, network.rounds[0], 1.0, 0)
+    return DifferenceCode(edges, bits, lengths, 1, index)
 
 
 def difference(code: DifferenceCode, network: Network, s: Tensor, counter: int) -> Tensor:
@@ -220,11 +223,14 @@ def test_bad_options_are_rejected(given: dict[str, Any]) -> None:
         algorithms.make("power-gossip", alone("ring", 4), Layout(SHAPES), **given)
 
 
-@pytest.mark.parametrize(("agree", "messages"), [(2, 12), (60, 100)])
-def test_differences_are_found_after_an_agreement(agree: int, messages: int) -> None:
-    """Also from ranges that have shrunk by more than double precision holds."""
-    network = Network(topologies.make("ring", 3), dtype=torch.float64)
-    code, x = code_of(network, 6), drawn("normal", 3, 0)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("agree", "messages", "lengths"), [(2, 12, LENGTHS), (60, 100, (7, 13))])
+def test_differences_are_found_after_an_agreement(
+    agree: int, messages: int, lengths: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """Also from ranges that have shrunk by more than the precision holds."""
+    network = Network(topologies.make("ring", 3), dtype=dtype)
+    code, x = code_of(network, 6, lengths), drawn("normal", 3, 0)[:, : sum(lengths)].to(dtype)
     for t in range(messages):
         s = products(x[:1].expand(3, -1) if 0 < t <= agree else x, network)
         d = difference(code, network, s, t)
