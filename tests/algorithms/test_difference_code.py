@@ -165,6 +165,13 @@ def test_no_message_moves_models_apart(bits: int, alone_grows: bool) -> None:
     assert least[bits] < 1.5 * least[32]
 
 
+def test_codes_of_an_edge_have_their_own_random_numbers() -> None:
+    network = Network(topologies.make("ring", 3), dtype=torch.float64)
+    s = products(drawn("normal", 3, 0), network)
+    first, second = (code_of(network, 4, index=index).encode(s, 0, 0) for index in range(2))
+    assert not torch.equal(first, second)
+
+
 @pytest.mark.parametrize(("bits", "limit"), [(8, 1.02), (6, 1.05), (4, 1.3)])
 def test_consensus_takes_few_more_steps(bits: int, limit: float) -> None:
     """Steps to an error that whole messages reach in 120."""
