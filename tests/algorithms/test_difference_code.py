@@ -165,6 +165,34 @@ def test_no_message_moves_models_apart(bits: int, alone_grows: bool) -> None:
     assert least[bits] < 1.5 * least[32]
 
 
+def test_each_round_of_a_topology_has_its_own_ranges() -> None:
+    """With an odd number of workers, one of them has no neighbor in a round."""
+    network, layout = (
+        Network(topologies.make("round-robin", 5), dtype=torch.float64),
+        Layout(SHAPES),
+    )
+    gossip = algorithms.make("power-gossip", network, layout, bits=6)
+    x = torch.randn(5, layout.size, dtype=torch.float64)
+    mean = x.mean(0)
+    for _ in range(25):
+        network.run(gossip.step(x))
+        torch.testing.assert_close(x.mean(0), mean, rtol=0, atol=1e-9)
+
+
+def test_a_checksum_finds_two_wraps_in_opposite_directions() -> None:
+    network = Network(topologies.make("ring", 3), dtype=torch.float64)
+    code = code_of(network, 4, (64,))
+    code.begin(torch.ones(3, 2, 64, dtype=torch.float64), 0)
+    wraps = torch.zeros(64, dtype=torch.float64)
+    wraps[[3, 40]] = torch.tensor([16.0, -16.0], dtype=torch.float64)
+    sizes, step = code._ranges(0)
+    wrapped = code._rotated(wraps).index_select(-1, code._back) * code._signs
+    x = torch.zeros(3, 64, dtype=torch.float64)
+    x[1] = (wrapped * sizes * step / 8)[0, 0]
+    assert not difference(code, network, products(x, network), 0).any()
+    assert float(code.skipped) == 4, "blocks: both ends of the two edges of this worker"
+
+
 def test_codes_of_an_edge_have_their_own_random_numbers() -> None:
     network = Network(topologies.make("ring", 3), dtype=torch.float64)
     s = products(drawn("normal", 3, 0), network)
