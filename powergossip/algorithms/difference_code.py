@@ -256,7 +256,8 @@ class DifferenceCode:
     def _ranges(self, slot: int) -> tuple[Tensor, Tensor]:
         """σ [worker, neighbor, element], and Δ [worker, neighbor, 1].
 
-        They are powers of 2 and of its fourth root, from a table.
+        σ is a power of 2, and Δ one of its fourth root, times 2^(1/8): with powers of 2, large y of
+        single precision would be multiples of 2^b, and their differences invisible.
         """
         state = self.state[:, :, slot]
         one = torch.ones((), dtype=torch.float64, device=self._device)
@@ -356,7 +357,7 @@ class _Loops:
         return self._d
 
 
-_ROOTS = (1.0, 1.189207115002721, 1.4142135623730951, 1.681792830507429)  # 2^(i/4)
+_ROOTS = (1.0905077326652577, 1.2968395546510096, 1.5422108254079407, 1.8340080864093424)
 
 
 def _rotation(size: int) -> Tensor:

@@ -22,9 +22,10 @@ enum { ROWS_OF_BLOCK = 64, QUARTERS = 4, OCTAVES = 12, SMALLEST = -60, LARGEST =
 
 static inline i64 larger_of(i64 a, i64 b) { return a > b ? a : b; }
 
-/* 2^(quarters/4) */
+/* 2^(quarters/4 + 1/8) */
 static double power(i64 quarters) {
-    static const double root[] = {1.0, 1.189207115002721, 1.4142135623730951, 1.681792830507429};
+    static const double root[] = {1.0905077326652577, 1.2968395546510096, 1.5422108254079407,
+                                  1.8340080864093424};
     return ldexp(root[quarters & 3], (int)(quarters >> 2));
 }
 

@@ -19,8 +19,11 @@ LENGTHS = (40, 3, 90, 17)
 SHAPES = [(40, 30), (20, 25), (17,), (9,)]
 
 
-def code_of(network: Network, bits: int) -> DifferenceCode:
-    return DifferenceCode(EdgeConstants(network, network.rounds[0], 1.0, 0), bits, LENGTHS, 1, 0)
+def code_of(
+    network: Network, bits: int, lengths: tuple[int, ...] = LENGTHS, index: int = 0
+) -> DifferenceCode:
+    edges = EdgeConstants(network, network.rounds[0], 1.0, 0)
+    return DifferenceCode(edges, bits, lengths, 1, index)
 
 
 def difference(code: DifferenceCode, network: Network, s: Tensor, counter: int) -> Tensor:
@@ -181,6 +184,42 @@ def test_variance_stays_bounded_in_5000_steps(topology: str) -> None:
     assert largest[4] < 1.5 * largest[32]
 
 
+def test_each_round_of_a_topology_has_its_own_ranges() -> None:
+    """With an odd number of workers, one of them has no neighbor in a round."""
+    network, layout = (
+        Network(topologies.make("round-robin", 5), dtype=torch.float64),
+        Layout(SHAPES),
+    )
+    gossip = algorithms.make("power-gossip", network, layout, bits=6)
+    x = torch.randn(5, layout.size, dtype=torch.float64)
+    mean = x.mean(0)
+    for _ in range(25):
+        network.run(gossip.step(x))
+        torch.testing.assert_close(x.mean(0), mean, rtol=0, atol=1e-9)
+
+
+def test_a_checksum_finds_two_wraps_in_opposite_directions() -> None:
+    network = Network(topologies.make("ring", 3), dtype=torch.float64)
+    code = code_of(network, 4, (64,))
+    for _ in range(2):
+        code.begin(torch.ones(3, 2, 64, dtype=torch.float64), 0)
+    wraps = torch.zeros(64, dtype=torch.float64)
+    wraps[[3, 40]] = torch.tensor([16.0, -16.0], dtype=torch.float64)
+    sizes, step = code._ranges(0)
+    wrapped = code._rotated(wraps).index_select(-1, code._back) * code._signs
+    x = torch.zeros(3, 64, dtype=torch.float64)
+    x[1] = (wrapped * sizes * step / 8)[0, 0]
+    assert not difference(code, network, products(x, network), 0).any()
+    assert float(code.skipped) == 4, "blocks: both ends of the two edges of this worker"
+
+
+def test_codes_of_an_edge_have_their_own_random_numbers() -> None:
+    network = Network(topologies.make("ring", 3), dtype=torch.float64)
+    s = products(drawn("normal", 3, 0), network)
+    first, second = (code_of(network, 4, index=index).encode(s, 0, 0) for index in range(2))
+    assert not torch.equal(first, second)
+
+
 @pytest.mark.parametrize(("bits", "limit"), [(8, 1.02), (6, 1.05), (4, 1.3)])
 def test_consensus_takes_few_more_steps(bits: int, limit: float) -> None:
     """Steps to an error that whole messages reach in 120."""
@@ -239,11 +278,14 @@ def test_bad_options_are_rejected(given: dict[str, Any]) -> None:
         algorithms.make("power-gossip", alone("ring", 4), Layout(SHAPES), **given)
 
 
-@pytest.mark.parametrize(("agree", "messages"), [(2, 13), (60, 100)])
-def test_differences_are_found_after_an_agreement(agree: int, messages: int) -> None:
-    """Also from ranges that have shrunk by more than double precision holds."""
-    network = Network(topologies.make("ring", 3), dtype=torch.float64)
-    code, x = code_of(network, 6), drawn("normal", 3, 0)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("agree", "messages", "lengths"), [(2, 13, LENGTHS), (60, 100, (7, 13))])
+def test_differences_are_found_after_an_agreement(
+    agree: int, messages: int, lengths: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """Also from ranges that have shrunk by more than the precision holds."""
+    network = Network(topologies.make("ring", 3), dtype=dtype)
+    code, x = code_of(network, 6, lengths), drawn("normal", 3, 0)[:, : sum(lengths)].to(dtype)
     for t in range(messages):
         s = products(x[:1].expand(3, -1) if 1 < t <= 1 + agree else x, network)
         d = difference(code, network, s, t)

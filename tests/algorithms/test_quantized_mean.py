@@ -1,6 +1,5 @@
 """All-reduce in few bits: laws of its sums, its messages and its replicas."""
 
-import copy
 from typing import Any
 
 import pytest
@@ -71,12 +70,17 @@ def test_replicas_are_the_same_to_the_bit_in_every_layout(bits: int) -> None:
 
 
 @every_bits
-def test_a_resumed_walk_is_the_same_to_the_bit(bits: int) -> None:
+@pytest.mark.parametrize("before", [0, 4])
+def test_a_resumed_walk_is_the_same_to_the_bit(bits: int, before: int) -> None:
+    """From what was saved, in whatever state the object is."""
     first, second = (Walk(alone("ring", 4), bits) for _ in range(2))
-    second.x.copy_(first.go(4))
-    second.mean.load_state_dict(copy.deepcopy(first.mean.state_dict()))
+    second.go(2)
+    second.x.copy_(first.go(before))
+    state = first.mean.state_dict()
     second.t = first.t
-    assert torch.equal(first.go(4), second.go(4))
+    expected = first.go(4)
+    second.mean.load_state_dict(state)
+    assert torch.equal(second.go(4), expected)
 
 
 @pytest.mark.parametrize("bits", [2, 4])
@@ -127,12 +131,15 @@ def test_blocks_are_contracted(bits: int) -> None:
     v = start(50, Layout([(150,)]))
     best = {2: 0.1188, 3: 0.03744, 4: 0.01154}  # Max (1960): levels at equal distances
     error = compressed(v, bits) - v
-    assert error.square().mean() < 1.2 * best.get(bits, 1.2 * 8 / 3 * 4.0**-bits)
+    limit = {2: 1.06, 3: 0.97}.get(bits, 1.0) * best.get(bits, 8 / 3 * 4.0**-bits)
+    assert error.square().mean() < limit
     for exponent in (1, 4):
         v = v * v.abs().pow(exponent)
         error, of_bfloat16 = compressed(v, bits) - v, 1 + 1e-3
         for part in (slice(64), slice(64, 128), slice(128, 150)):
             assert (error[:, part].norm(dim=1) < v[:, part].norm(dim=1) * of_bfloat16).all()
+            decoded = (error + v)[:, part]  # with the best scale
+            assert ((error[:, part] * decoded).sum(1).abs() < 2**-8 * decoded.square().sum(1)).all()
     v = torch.zeros(1, 150)
     assert torch.equal(compressed(v, bits), v)
     v[0, 70] = 3.0

@@ -392,6 +392,18 @@ def test_a_merge_is_one_all_reduce_after_which_all_have_the_mean() -> None:
     run(model, optimizer, range(3, 5))  # training may go on
 
 
+@pytest.mark.parallel([4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_merge_is_of_the_values_that_the_parameters_have(dtype: torch.dtype) -> None:
+    """Also of those added later, and in half precision, whose values are copies."""
+    model = mlp().to(dtype)
+    optimizer = GossipOptimizer(OPTIMIZERS["sgd"](model[:4]), "dpsgd")
+    optimizer.add_param_group({"params": model[4].parameters()})
+    fill(model, torch.full((74,), float(processes().rank), dtype=dtype))
+    optimizer.merge()
+    assert (numbers(model) == 1.5).all()
+
+
 # Torch's own tools.
 
 

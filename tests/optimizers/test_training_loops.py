@@ -602,7 +602,7 @@ def test_messages_are_in_flight_during_the_backward_pass() -> None:
     for part in range(2):  # accumulated
         loss(model, processes().rank, part).backward()
         assert optimizer.bits == 2 * 32 * len(numbers(model))
-    for call in (optimizer.state_dict, optimizer.mean_model().__enter__):
+    for call in (optimizer.state_dict, optimizer.mean_model().__enter__, optimizer.merge):
         with pytest.raises(RuntimeError, match="call it after step"):
             call()
     optimizer.step()

@@ -49,7 +49,8 @@ def test_running_statistics_are_those_of_the_mean_model() -> None:
 def test_a_run_killed_after_the_merge_resumes_as_the_same(tmp_path: Path) -> None:
     """Before its checkpoint. A further resume does nothing."""
     values = FEW | {"num_epochs": 2, "final_merge": True, "checkpoint_interval": 1}
-    whole, _ = trained(**values)
+    whole, rows = trained(**values)
+    assert value(rows, "merge_bits", epoch=1) > value(rows, "merge_bits", epoch=2) == 0
     saved, killed = Checkpoints(tmp_path, processes()), built(**values)
     killed.evaluation = Mock(side_effect=[("", 0.5), KeyboardInterrupt])
     with pytest.raises(KeyboardInterrupt):
