@@ -102,9 +102,10 @@ class _Assignment:
         assign(config, self.key, self.value, place)
 
 
-def every_key(config: DictConfig, _: str = "all") -> str:
-    """Return the help with the lines of all keys, see `describe`."""
-    return f"keys and their defaults:\n{describe(config)}"
+def every_key(config: DictConfig, name: str = "") -> str:
+    """Return the help with the lines of the keys about a name, or else ("", "all") of all keys."""
+    about = "" if name in ("", "all") else keys_about(config, name)
+    return about or f"keys and their defaults:\n{describe(config)}"
 
 
 def read_command_line(
@@ -523,6 +524,15 @@ def _close(key: str, known: Iterable[str]) -> list[str]:
 def describe(config: DictConfig) -> str:
     """Return the lines of all keys, each with its default and its comment in the class."""
     return described(key_groups(config))
+
+
+def keys_about(config: DictConfig, name: str) -> str:
+    """Return the lines of the keys that begin with a key, or have a word in their meaning."""
+    keys = {key: entry for group in key_groups(config).values() for key, entry in group.items()}
+    word = re.compile(rf"(?<![a-z0-9-]){re.escape(name)}(?![a-z0-9-])")
+    found = [key for key in keys if name in keys and key.startswith(name)]
+    found = found or [key for key in keys if word.search(f"{key} {keys[key][1]}")]
+    return described({"": {key: keys[key] for key in found}})
 
 
 def described(groups: Groups, width: int = 44) -> str:

@@ -7,7 +7,7 @@ from omegaconf import DictConfig
 
 from powergossip import presets
 from powergossip.errors import BadInput
-from powergossip.runs.configuration import Groups, described, every_key, key_groups
+from powergossip.runs.configuration import Groups, described, every_key, key_groups, keys_about
 from powergossip.training import method_keys
 
 MAIN = (
@@ -49,15 +49,17 @@ def text(config: DictConfig, name: str) -> str:
         return f"{every_key(config)}\n\n{method_keys.task_defaults()}"
     if name == "presets":
         return "\n".join(presets.names())
-    keys = {key: entry for keys in key_groups(config).values() for key, entry in keys.items()}
     if not name:
+        keys = {key: entry for group in key_groups(config).values() for key, entry in group.items()}
         bases = " ".join(sorted({preset.partition("/")[0] for preset in presets.names()}))
         main = described({"ten keys with their defaults": {key: keys[key] for key in MAIN}}, 30)
         return f"{EXAMPLES}{main}\n\npresets, most of them with a /METHOD:\n  {bases}\n{MORE}"
     about = name.partition("=")[2] or name
-    found = _of_method(about) or _with_word(keys, about)
+    found = _of_method(about) or "\n\n".join(
+        filter(None, [keys_about(config, about), *_of_task(about)])
+    )
     if not found:
-        known = [*method_keys.summaries(), *keys]
+        known = [*method_keys.summaries(), *map(str, config)]
         close = difflib.get_close_matches(about, known, 3)
         hint = f"did you mean {' or '.join(close)}?" if close else "use --help all"
         raise BadInput(f"--help {name}: there is no such name; {hint}")
@@ -74,11 +76,7 @@ def _of_method(name: str) -> str:
     return described(groups)
 
 
-def _with_word(keys: dict[str, tuple[object, str]], name: str) -> str:
-    """The keys with a word in their name or meaning, and the defaults of the task of this name."""
-    word = re.compile(rf"(?<![a-z0-9-]){re.escape(name)}(?![a-z0-9-])")
-    meant = {key: keys[key] for key in keys if key.startswith(name)} if name in keys else {}
-    meant = meant or {key: keys[key] for key in keys if word.search(f"{key} {keys[key][1]}")}
+def _of_task(name: str) -> list[str]:
+    """The defaults of the task of this name, if there is one."""
     lines = re.split(r"\n  (?! )", method_keys.task_defaults())
-    of_task = [f"defaults:\n  {line}" for line in lines if line.startswith(f"{name}:")]
-    return "\n\n".join([described({"": meant})] * bool(meant) + of_task)
+    return [f"defaults:\n  {line}" for line in lines if line.startswith(f"{name}:")]
