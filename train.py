@@ -1,4 +1,4 @@
-"""Deep learning on a graph of workers: configuration, hooks, `main()`.
+"""Deep learning on a graph of workers.
 
 As a program::
 
@@ -14,7 +14,7 @@ As a driver::
     folder = train.main()
 
 Nothing happens at import: torch is imported when a run begins.
-`python train.py --help` lists the keys.
+`python train.py --help` shows the main keys.
 
 A run that was killed resumes from its last checkpoint, also in another layout of processes::
 
@@ -33,8 +33,8 @@ from omegaconf import DictConfig
 
 from powergossip.errors import BadInput, Diverged
 from powergossip.runs import configuration
+from powergossip.training import help as help_text
 from powergossip.training.config import Config
-from powergossip.training.method_keys import task_defaults
 
 __all__ = [
     "BadInput",
@@ -91,7 +91,7 @@ def main(arguments: list[str] | None = None) -> Path:
     description = (__doc__ or "").split("\n\n")[0]
     given = {"log_metric": log_metric, "log_info": log_info, "log_runtime": log_runtime}
     request = configuration.request(
-        config, Config, arguments, output_dir, description, task_defaults, given
+        config, Config, arguments, output_dir, description, help_text.text, given
     )
 
     with configuration.imports():

@@ -18,6 +18,7 @@ import hashlib
 import inspect
 import json
 import math
+import re
 import sys
 import textwrap
 import time
@@ -45,7 +46,8 @@ if TYPE_CHECKING:
 
 OPTION = "optimizer_"  # of keys of options of methods
 METHODS = ("optimizer", f"{OPTION}compressor", "algorithm")  # keys that choose these options
-Notes = Callable[[], str]
+Groups = dict[str, dict[str, tuple[Any, str]]]  # title → key → default and meaning
+Help = Callable[[DictConfig, str], str]  # the text of --help NAME, "" without a name
 # Keys of a process or its host. All others have one value in a run.
 OF_PROCESS = {"data_dir", "data_processes", "device", "download", "log_verbosity", "rank"}
 
@@ -101,8 +103,14 @@ class _Assignment:
         assign(config, self.key, self.value, place)
 
 
+def every_key(config: DictConfig, name: str = "") -> str:
+    """Return the help with the lines of the keys about a name, or else ("", "all") of all keys."""
+    about = "" if name in ("", "all") else keys_about(config, name)
+    return about or f"keys and their defaults:\n{describe(config)}"
+
+
 def read_command_line(
-    config: DictConfig, arguments: Sequence[str], description: str, notes: Notes = str
+    config: DictConfig, arguments: Sequence[str], description: str, shown: Help = every_key
 ) -> CommandLine:
     """Change `config` as specified on the command line. Return the output folder and given keys.
 
@@ -111,14 +119,15 @@ def read_command_line(
     Where the configuration has a key `resume` or `evaluate_only` that is true afterwards, keys that
     are not given keep the values of the run in the output folder, from its config.yaml.
 
-    `--help` prints the keys with their defaults, then the text of `notes`, and exits.
+    `--help` prints the options and the text of `shown`, and exits. `--help NAME` prints that text
+    alone.
 
     Raises:
         BadInput: For an unknown key, a value of the wrong type, a file that is missing, empty, not
             YAML or has a key twice, or a suffix that cannot be part of a name. `config` then stays
             as it is.
     """
-    options = _parse(config, [*map(str, arguments)], description, notes)
+    options = _parse(config, [*map(str, arguments)], description, shown)
     assignments = [
         *(a for file in _config_files(options.config) for a in _file_assignments(config, file)),
         *map(_argument_assignment, options.assignments),
@@ -276,7 +285,7 @@ def request(
     arguments: Sequence[str] | None,
     output_dir: Any,
     description: str,
-    notes: Notes = str,
+    shown: Help = every_key,
     hooks: Mapping[str, Any] | None = None,
 ) -> Request:
     """Read a driver's `config` and `output_dir`, and the arguments of a command line, if any.
@@ -296,7 +305,7 @@ def request(
                 raise BadInput(f"{name}={hook!r}: use a function")
         folder = path_of_driver(output_dir)
         if arguments is not None:
-            found = read_command_line(asked, list(arguments), description, notes)
+            found = read_command_line(asked, list(arguments), description, shown)
             folder = found.output_dir or folder
             explicit = [key for key, source in found.given.items() if source.explicit]
         try:
@@ -329,37 +338,59 @@ def _defaults(kind: type[Any]) -> Mapping[Any, Any]:
 
 
 def _parse(
-    config: DictConfig, arguments: Sequence[str], description: str, notes: Notes
+    config: DictConfig, arguments: Sequence[str], description: str, shown: Help
 ) -> argparse.Namespace:
     """Options and assignments of a command line, as text. Raises BadInput; exits after --help."""
     parser = argparse.ArgumentParser(
         description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=functools.partial(
+            argparse.RawDescriptionHelpFormatter, max_help_position=28, width=100
+        ),
         exit_on_error=False,
         allow_abbrev=False,
         add_help=False,
     )
-    parser.add_argument("-h", "--help", action="store_true", help="show this and exit")
-    parser.add_argument("--config", action="append", default=[], metavar="FILE.yaml")
-    parser.add_argument("--output-dir", metavar="DIR")
-    parser.add_argument("--suffix", default="", metavar="TEXT")
-    parser.add_argument("assignments", nargs="*", metavar="key=value")
+    group = parser.add_argument_group("options")
+    for names, text, given in (
+        (("assignments",), "keys with their values", {"nargs": "*", "metavar": "key=value"}),
+        (
+            ("--config",),
+            "settings from a file, or a preset by its name; may be repeated",
+            {"action": "append", "default": [], "metavar": "FILE.yaml"},
+        ),
+        (
+            ("--output-dir",),
+            "folder of the run, by default a new dated one below output/",
+            {"metavar": "DIR"},
+        ),
+        (("--suffix",), "text behind the folder's name", {"default": "", "metavar": "TEXT"}),
+        (("-h", "--help"), "show this and exit", {"nargs": "?", "const": "", "metavar": "NAME"}),
+    ):
+        group.add_argument(*names, help=text, **given)
     try:
         options, unknown = parser.parse_known_intermixed_args(list(arguments))
     except argparse.ArgumentError as error:
         raise BadInput(str(error)) from error
     if unknown:
-        raise BadInput(
-            f'option "{unknown[0]}" is unknown; '
-            "use --config FILE.yaml, --output-dir DIR, --suffix TEXT, key=value"
-        )
-    if options.help:
-        keys = f"keys and their defaults:\n{describe(config)}"
-        parser.epilog = "\n\n".join(filter(None, (keys, notes())))
+        raise _unknown_option(config, unknown[0], arguments)
+    if options.help is not None:
+        parser.epilog = shown(config, options.help)
         if exits.is_first():
-            parser.print_help()
+            print(parser.epilog if options.help else parser.format_help().rstrip())
         sys.exit(0)
     return options
+
+
+def _unknown_option(config: DictConfig, option: str, arguments: Sequence[str]) -> BadInput:
+    """The error of an option that does not exist, such as a key with dashes before it."""
+    name, equals, value = option.lstrip("-").partition("=")
+    name = name.replace("-", "_")
+    hint = "use --config FILE.yaml, --output-dir DIR, --suffix TEXT, key=value"
+    if meant := [name] if name in config else _close(name, map(str, config)):
+        after = [*arguments, ""][arguments.index(option) + 1]
+        value = value if equals else after if after[:1] != "-" and "=" not in after else ""
+        hint = f"write {meant[0]}={value or '…'}"
+    return BadInput(f'option "{option}" is unknown; {hint}')
 
 
 def _argument_assignment(text: str) -> _Assignment:
@@ -493,7 +524,7 @@ def assign(config: DictConfig, key: str, value: Any, source: str = "") -> None:
         kind = Any
     if kind is None or (inside and not str(kind).startswith(("list", "dict"))):
         within = [known for known in kinds if "_" in known and key.endswith(f"_{known}")]
-        close = [name] if kind else within or difflib.get_close_matches(key, kinds, 3, 0.75)
+        close = [name] if kind else within or _close(key, kinds)
         hint = f"did you mean {' or '.join(close)}?" if close else "--help lists the keys"
         if key.startswith(OPTION) and not within:
             hint += " (an option of a row of your own needs optimizer=package.module:name)"
@@ -509,25 +540,54 @@ def assign(config: DictConfig, key: str, value: Any, source: str = "") -> None:
         raise wrong_type from error
 
 
-def describe(config: DictConfig) -> str:
-    """Return the help text: a line for each key with its default and its comment in the class.
+def _close(key: str, known: Iterable[str]) -> list[str]:
+    """Keys that may be meant: by their initials, similar letters, or a word of them."""
+    known = list(known)
+    initials = [name for name in known if key == "".join(word[0] for word in name.split("_"))]
+    word = re.compile(rf"(^|_){re.escape(key)}s?(_|$)")
+    words = [name for name in known if word.search(name)]
+    return (initials or difflib.get_close_matches(key, known, 3, 0.75) or words)[:3]
 
-    A comment may continue in lines that begin with "#   ". One above a key is a title. A class with
-    `groups` has the lines of its keys there: title → key → default and comment.
-    """
+
+def describe(config: DictConfig) -> str:
+    """Return the lines of all keys, each with its default and its comment in the class."""
+    return described(key_groups(config))
+
+
+def keys_about(config: DictConfig, name: str) -> str:
+    """Return the lines of the keys that begin with a key, or have a word in their meaning."""
+    keys = {key: entry for group in key_groups(config).values() for key, entry in group.items()}
+    word = re.compile(rf"(?<![a-z0-9-]){re.escape(name)}(?![a-z0-9-])")
+    found = [key for key in keys if name in keys and key.startswith(name)]
+    found = found or [key for key in keys if word.search(f"{key} {keys[key][1]}")]
+    return described({"": {key: keys[key] for key in found}})
+
+
+def described(groups: Groups, width: int = 44) -> str:
+    """Return the lines of keys below their titles. Comments begin in column `width`."""
     lines: list[str] = []
-    for kind in reversed(_schema(config).__mro__):
-        if dataclasses.is_dataclass(kind):
-            groups = kind.__dict__.get("groups") or _groups(kind, _defaults(_schema(config)))
-            for title, entries in groups.items():
-                lines += ["", f"{title}:"] if title else []
-                lines += [_described(key, *entry) for key, entry in entries.items()]
+    for title, entries in groups.items():
+        lines += ["", f"{title}:"] if title else []
+        lines += [_described(key, *entry, width) for key, entry in entries.items()]
     return "\n".join(lines).removeprefix("\n")
 
 
-def _groups(kind: type[Any], defaults: Mapping[Any, Any]) -> dict[str, dict[str, tuple[Any, str]]]:
+def key_groups(config: DictConfig) -> Groups:
+    """Return title → key → default and comment in the class.
+
+    A comment may continue in lines that begin with "#   ". One above a key is a title. A class with
+    `groups` has those of its keys there.
+    """
+    found: Groups = {}
+    for kind in reversed(_schema(config).__mro__):
+        if dataclasses.is_dataclass(kind):
+            found |= kind.__dict__.get("groups") or _groups(kind, _defaults(_schema(config)))
+    return found
+
+
+def _groups(kind: type[Any], defaults: Mapping[Any, Any]) -> Groups:
     """Title → key → default and comment, of the keys that a class declares."""
-    groups: dict[str, dict[str, tuple[Any, str]]] = {}
+    groups: Groups = {}
     title = last = ""
     for line in map(str.strip, inspect.getsource(kind).splitlines()):
         name, _, rest = line.partition(":")
@@ -546,9 +606,9 @@ def _groups(kind: type[Any], defaults: Mapping[Any, Any]) -> dict[str, dict[str,
     return groups
 
 
-def _described(key: str, default: Any, comment: str) -> str:
+def _described(key: str, default: Any, comment: str, width: int) -> str:
     """A key with its default, and beside it the comment, in lines of 100 characters."""
-    given, width = f"  {key}={_yaml_value(default)}", 44
+    given = f"  {key}={_yaml_value(default)}"
     lines = textwrap.wrap(comment, 100 - width, break_on_hyphens=False) or [""]
     if len(given) < width - 1:
         given = f"{given:<{width}}{lines.pop(0)}".rstrip()

@@ -19,7 +19,6 @@ N_LABELS = 10
 DEFAULTS: Mapping[str, Any] = {
     "batch_size": 32,
     "num_epochs": 5,
-    "learning_rate": 0.05,
     "lr_schedule_milestones": [[4.0, 0.1]],
 }
 SPLITS = {"train": "train", "test": "t10k"}  # split → prefix of its file names

@@ -18,7 +18,7 @@ class RunKeys:
     # The run
     n_workers: int | None = None  # number of workers, by default one for each process
     seed: int = 1  # all random numbers of the run follow from it
-    num_epochs: int | None = None  # number of epochs. null, here and below: the task's default
+    num_epochs: int | None = None  # epochs. null, here and below: the task's default
     max_steps_per_epoch: int | None = None  # skip the rest of each epoch
     device: str = "auto"  # auto, cpu, cuda or cuda:INDEX (auto spreads processes over GPUs)
     cuda_aware: str = "auto"  # messages from GPU memory: on, off, or auto (if MPI can, or NCCL)
@@ -46,7 +46,8 @@ class RunKeys:
     #   an all-reduce that is counted, and recalibrate batch norm's statistics
 
     # Data and model
-    task: str = "Digits"  # a name, or your own function: package.module:callable
+    task: str = "Digits"  # Digits, FashionMNIST, Cifar, Cifar100, ImageNet, LSTM, Text, or your own
+    #   function: package.module:callable
     task_architecture: str | None = None  # the model: a name, or your own function. By default the
     #   task's
     task_options: dict[str, Any] = field(default_factory=dict)  # such as {normalization: group}
@@ -101,7 +102,10 @@ class RunKeys:
     optimizer: str = "power-gossip"  # gossip: all-reduce, dpsgd, power-gossip, choco, deepsqueeze,
     #   moniqua, push-sum, sparta. Compressed gradients: powersgd, dgc, ef-sgd, signsgd, demo,
     #   sparse-loco (with local_steps), ddp-powersgd, ddp-batched-powersgd
-    topology: str = "ring"  # a name, or the path of an edge list or adjacency file
+    topology: str = "ring"  # ring, unidirectional-ring, chain, star, fully-connected, torus,
+    #   hypercube, binary-tree, double-binary-tree, exponential, equi-static, social-network,
+    #   watts-strogatz, random-regular, or the path of an edge list or adjacency file. Time-varying:
+    #   one-peer-exponential, one-peer-equi, base-graph, random-matching, epidemic, round-robin
     topology_options: dict[str, Any] = field(default_factory=dict)  # such as {degree: 4}, and for
     #   static undirected graphs {weights: metropolis}, constant or fastest
     overlapping: bool | None = None  # gossip while the gradient is computed, or after the update

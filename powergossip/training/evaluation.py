@@ -4,7 +4,6 @@ Axes: worker (hosted by this process); D parameters of a worker.
 """
 
 import math
-import warnings
 from collections.abc import Mapping
 
 import torch
@@ -32,6 +31,8 @@ class Evaluation:
     Attributes:
         mean_model: Parameters of one model: the mean of all workers' at the last evaluation.
         main_metric: Metric of the score, after the first evaluation.
+        defect: After the last epoch, a sentence about workers that do not agree and a model no
+            better than a guess. "" without such a defect.
 
     Raises:
         Diverged: In all processes, for a metric of a worker that is not finite.
@@ -50,6 +51,7 @@ class Evaluation:
         model = task.model(config.architecture, config.seed)
         self.mean_model = Parameters([model], view.device, gradients=False)
         self.main_metric: MainMetric | None = None
+        self.defect = ""
         self._log = rows
         self._consensus_distance = 0.0
 
@@ -79,8 +81,6 @@ class Evaluation:
             self._log(name, value, epoch, split="train")
         means = self._log_workers(epoch, gathered)
         self._log_consensus(epoch, gathered)
-        if epoch == self._config.num_epochs:
-            self._warn_of_disagreement()
         batches = self._config.options.get("num_batches_per_step", 1)
         rounds = step // (self._config.local_steps * batches)
         uncompressed = int(view.bits_to_all(view.layout.size, rounds)[0])
@@ -95,6 +95,8 @@ class Evaluation:
             means = self._log_mean_model(epoch, gathered)
         last_means = next(iter(means.values()))
         main = self.main_metric = main_metric(self._task, last_means)
+        if epoch == self._config.num_epochs:
+            self.defect = self._defect(last_means if main.name == "accuracy" else {})
         if averaged:
             shown = f"mean model{_shown(main, last_means)}, "
         shown += f"consensus distance {self._consensus_distance:.2g}"
@@ -228,16 +230,28 @@ class Evaluation:
                 "consensus_distance", math.sqrt(square), epoch, type="parameter", parameter=name
             )
 
-    def _warn_of_disagreement(self) -> None:
-        """Warn of models that differ by more than the norm of their mean. Only on process 0."""
+    def _defect(self, means: Mapping[str, float]) -> str:
+        """A sentence about models that differ by more than the norm of their mean, or whose
+        accuracy is that of a guess, up to three standard deviations."""
+        found, c = [], self._config
         distance, norm = self._consensus_distance, float(self.mean_model.x.norm())
-        if distance > norm and not self._view.processes.rank:
-            warnings.warn(
-                f"the workers do not agree: the consensus distance of {distance:.3g} exceeds the "
-                f"norm of their mean model, {norm:.3g}; use a smaller learning_rate or "
-                "optimizer_diffusion_rate",
-                stacklevel=2,
+        if distance > norm:
+            found.append(
+                f"the workers do not agree, since the consensus distance of {distance:.3g} exceeds "
+                f"the norm of their mean model, {norm:.3g}"
             )
+        counts, samples = self._task.label_counts(), self._task.samples[self._splits()[0][0]]
+        if "accuracy" in means and counts is not None:
+            guess = float(counts.sum(0).max() / counts.sum())
+            if means["accuracy"] <= guess + 3 * math.sqrt(guess * (1 - guess) / samples):
+                model = "mean model is" if c.evaluate_average_model else "workers are"
+                found.append(
+                    f"the {model} no better than a guess, since the most frequent label has "
+                    f"{guess:.2%} of the training data"
+                )
+        rates = "learning_rate or optimizer_diffusion_rate"
+        rates = rates if "diffusion_rate" in c.options else "learning_rate"
+        return f"{', and '.join(found)}; use a smaller {rates}" if found else ""
 
     def _means(self, sums: Mapping[str, float]) -> dict[str, float]:
         """Turn {metric: sum, "count": samples} into {metric: mean}, with derived metrics."""

@@ -71,10 +71,8 @@ def methods() -> dict[str, Options]:
     config = aggregation.ErrorFeedbackConfig.options
     of_rule = names("powergossip.algorithms.learning").CentralizedSGD.options
     compressors = names("powergossip.compressors").COMPRESSORS
-    rows = names("powergossip.algorithms.registry").AVERAGING | aggregation.AGGREGATIONS
-    rows |= dict.fromkeys(HOOKS, names("powergossip.algorithms.torch_powersgd").DDPHook)
     found = {}
-    for name, row in rows.items():
+    for name, row in _rows().items():
         own = {**row.options} if isinstance(row, Definition) else {}
         if name in aggregation.AGGREGATIONS.keys() - aggregation.OF_LOCAL_STEPS:
             own = {option: own[option] for option in own if option not in OF_RULE}
@@ -88,6 +86,19 @@ def methods() -> dict[str, Options]:
     for name, row in compressors.items():
         found[f"{PREFIX}compressor={name}"] = _keys("", row.options)
     return found
+
+
+def _rows() -> dict[str, Any]:
+    """The methods by name."""
+    averaging = names("powergossip.algorithms.registry").AVERAGING
+    hooks = dict.fromkeys(HOOKS, names("powergossip.algorithms.torch_powersgd").DDPHook)
+    return averaging | names("powergossip.algorithms.aggregation").AGGREGATIONS | hooks
+
+
+def summaries() -> dict[str, str]:
+    """Return method or compressor → the first paragraph of its docstring."""
+    rows = _rows() | names("powergossip.compressors").COMPRESSORS
+    return {name: row.summary for name, row in rows.items() if isinstance(row, Definition)}
 
 
 def _keys(method: str, own: Options) -> Options:
@@ -211,6 +222,12 @@ class Definition:
     def __call__(self, *parts: "Definition", **given: Any) -> "Definition":
         """Return a row that a function builds. It has the options of the last argument."""
         return replace(parts[-1], given=given)
+
+    @property
+    def summary(self) -> str:
+        """The first paragraph of the docstring, in one line."""
+        text = re.search(r'r?"""(.*?)(?:::)?(?:\n\n|""")', self.text, re.DOTALL)
+        return " ".join(text[1].split()) if text else ""
 
     @cached_property
     def options(self) -> Options:

@@ -124,6 +124,7 @@ class Recorder:
             c, virtual = trainer.config, trainer.execution.time_is_virtual
             report(self.folder, c.log_verbosity, trainer.metric, virtual)
             _show_sample(trainer, self.folder / SAMPLE)
+            _show_defect(trainer)
             if trainer.processes.can_be_lost:
                 self.hooks.log_info({"lost_workers": trainer.execution.missing})
             self.output.close(COMPLETE)
@@ -171,6 +172,12 @@ def report(folder: Path, verbosity: int, metric: str, time_is_virtual: bool = Fa
     print(f"\n{table}\n\nrows: {folder / metrics.FILE}\nfigure: {figure}")
 
 
+def _show_defect(trainer: Trainer) -> None:
+    """Print the sentence about workers that do not agree or have not learned, if it is so."""
+    if trainer.evaluation.defect:
+        print(f"\nwarning: {trainer.evaluation.defect}")
+
+
 def _show_sample(trainer: Trainer, path: Path | None = None) -> None:
     """Print the sample of the task, if it has one, and write it to a file."""
     text = trainer.sample()
@@ -204,3 +211,4 @@ def evaluate(run: NewRun, hooks: Hooks) -> None:
         )
         print(tables.summary(metrics.frame(rows), trainer.execution.time_is_virtual))
         _show_sample(trainer)
+        _show_defect(trainer)

@@ -17,6 +17,8 @@ from powergossip.benchmark.tasks import QUICK, TASKS
 from tests.harness import launch
 
 README = (launch.ROOT / "README.md").read_text()
+CONTRIBUTING = (launch.ROOT / "CONTRIBUTING.md").read_text()
+RUNNING = (launch.ROOT / "docs" / "running.md").read_text()
 
 
 def blocks(language: str) -> list[str]:
@@ -29,12 +31,7 @@ COMMANDS = [line for block in blocks("bash") for line in block.splitlines()]
 # The Python blocks by a word of each, with the end of its output. Those of a program share a
 # process: each has names of its own, and none trains, which would change settings of the next one.
 PROGRAMS = [
-    {"train.log_metric = log_metric": r"mean model: \d+\.\d%\n$"},
-    {"class Half": r"\b2\.0 times fewer bits than uncompressed gossip\n"},
-    {
-        "GossipOptimizer(": r"^norm of the mean model: \d\.\d{3}, sent: 0\.0 kB\n",
-        "class OneNeighbor": r"^\[2\.0, 2\.0\] \[32, 32\]\n$",
-    },
+    {"GossipOptimizer(": r"^norm of the mean model: \d\.\d{3}, sent: 0\.0 kB\n"},
 ]
 
 
@@ -51,6 +48,10 @@ def test_python_blocks_run_anywhere(program: dict[str, str], tmp_path: Path) -> 
     outputs = ended.stdout.split(f"{'=' * 20}\n")[1:]
     for output, expected in zip(outputs, program.values(), strict=True):
         assert re.search(expected, output, re.MULTILINE), output
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.split()) <= 1100
 
 
 def test_every_python_block_is_tested() -> None:
@@ -100,7 +101,7 @@ def test_the_consensus_command_runs_as_it_stands(tmp_path: Path) -> None:
 
 
 def test_the_map_has_every_file_and_folder_of_the_top_level() -> None:
-    listing = README.split("## Map of the repository")[1].split("##")[0]
+    listing = CONTRIBUTING.split("## Map of the repository")[1].split("##")[0]
     shown = re.findall(r"^    ([a-z_]+(?:\.py|/))", listing, flags=re.MULTILINE)
     tracked = subprocess.check_output(["git", "ls-files"], cwd=launch.ROOT, text=True).split()
     folders = {name.split("/")[0] + "/" for name in tracked if "/" in name if name[0] != "."}
@@ -110,7 +111,7 @@ def test_the_map_has_every_file_and_folder_of_the_top_level() -> None:
 
 
 def test_every_row_of_a_registry_is_in_the_table() -> None:
-    table = README.split("## Methods, topologies, tasks")[1].split("##")[0]
+    table = RUNNING.split("## Methods, topologies, tasks")[1].split("##")[0]
     named = set(re.findall(r"`([^`]+)`", table))
     registries = (
         algorithms.AVERAGING,

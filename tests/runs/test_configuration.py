@@ -16,16 +16,19 @@ from omegaconf import DictConfig, OmegaConf
 
 import gossip_run
 import train
-from powergossip import tasks
+from powergossip import presets, tasks
 from powergossip.algorithms import AVERAGING
 from powergossip.algorithms.aggregation import AGGREGATIONS
+from powergossip.algorithms.learning import LEARNING
 from powergossip.errors import BadInput
 from powergossip.runs import configuration, output
 from powergossip.runs.configuration import plain
 from powergossip.runs.output import Output
+from powergossip.topologies import TOPOLOGIES
 from powergossip.training import recorder, schedule
 from powergossip.training.config import Settings
 from powergossip.training.config_checks import option_defaults
+from powergossip.training.help import MAIN
 from tests.harness import launch
 
 
@@ -387,7 +390,7 @@ def test_a_copy_of_a_configuration_is_like_it() -> None:
 def test_help_lists_every_key_with_its_default_and_meaning() -> None:
     """A meaning is beside a default or, behind a long one, in the next line. A key of a method has
     the default of the method, and a key that several methods have, those of each."""
-    shown = launch.python("train.py", "--help")
+    shown = launch.python("train.py", "--help", "all")
     assert (shown.returncode, shown.stderr) == (0, "")
     config = OmegaConf.structured(train.Config)
     keys = shown.stdout.partition("keys and their defaults:\n")[2]
@@ -405,8 +408,6 @@ def test_help_lists_every_key_with_its_default_and_meaning() -> None:
     for program in (train, gossip_run):
         text = configuration.describe(program.config)
         assert re.findall(r"^  \w+=\S*$(?!\n {10})", text, re.MULTILINE) == []
-    for option in ("--config FILE.yaml", "--output-dir DIR", "--suffix TEXT", "--help"):
-        assert option in shown.stdout
     parts = re.split(r"\n\n(optimizer\S*=.*):\n", shown.stdout)
     groups = dict(zip(parts[1::2], parts[2::2], strict=True))
     assert "  optimizer_num_iterations=2 " in groups["optimizer=power-gossip"]
@@ -414,6 +415,36 @@ def test_help_lists_every_key_with_its_default_and_meaning() -> None:
     assert "optimizer_rank" not in groups["optimizer=choco"]
     for name in (*AVERAGING, *AGGREGATIONS):
         assert any(name in title for title in groups) or not option_defaults(name), name
+
+
+def test_help_begins_with_the_main_keys_and_answers_a_name(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def lines(*name: str) -> list[str]:
+        with pytest.raises(SystemExit) as ended:
+            train.main(["--help", *name])
+        assert ended.value.code == 0
+        return capsys.readouterr().out.splitlines()
+
+    first = "\n".join(lines())
+    assert len(first.splitlines()) <= 60
+    assert re.findall(r"^  (\w+)=", first, re.MULTILINE) == ["key", *MAIN]
+    for option in ("--config FILE.yaml", "--output-dir DIR", "--suffix TEXT", "--help"):
+        assert option in first
+    preset_names = presets.names()
+    assert {name.partition("/")[0] for name in preset_names} <= set(first.split())
+    assert lines("presets") == preset_names
+    for registry in (AVERAGING, AGGREGATIONS, LEARNING, TOPOLOGIES, tasks.TASKS):
+        assert set(registry) <= set(re.findall(r"[\w-]+", first))
+    keys = {
+        name: re.findall(r"^  (\w+)=", "\n".join(lines(name)), re.MULTILINE)
+        for name in ("choco", "optimizer=top-k", "diloco", "topology", "FashionMNIST")
+    }
+    assert keys["choco"] == [f"optimizer_{option}" for option in option_defaults("choco")]
+    assert keys["optimizer=top-k"] == ["optimizer_keep_ratio", "optimizer_rank"]
+    assert "learning_options" in keys["diloco"]
+    assert keys["topology"] == ["topology", "topology_options"]
+    assert keys["FashionMNIST"] == ["task"]
 
 
 # The learning rate.
