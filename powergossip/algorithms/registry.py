@@ -45,8 +45,11 @@ def _deepsqueeze(
         compressor: Name of the compressor.
     """
     codec = _codec(network, layout, compressor, compressor_options, seed)
-    assert diffusion_rate is not None  # see build
-    return DeepSqueeze(network, codec, diffusion_rate)
+    rate: Any = diffusion_rate
+    if rate is None:
+        given = {"compressor": compressor, **compressor_options}
+        rate = default_rate("deepsqueeze", network.topology, layout, given)
+    return DeepSqueeze(network, codec, rate)
 
 
 def _choco(
@@ -69,9 +72,16 @@ def _choco(
             less than 1 for an unbiased one.
     """
     codec = _codec(network, layout, compressor, compressor_options, seed)
-    assert diffusion_rate is not None  # see build
-    followed = rates.copy_rate(codec.compressor) if copy_rate is None else copy_rate
-    return ChocoGossip(network, codec, diffusion_rate, followed)
+    rate: Any = diffusion_rate
+    if rate is None:
+        given = {"compressor": compressor, **compressor_options}
+        rate = default_rate("choco", network.topology, layout, given)
+    return ChocoGossip(
+        network,
+        codec,
+        rate,
+        rates.copy_rate(codec.compressor) if copy_rate is None else copy_rate,
+    )
 
 
 def _codec(
@@ -265,9 +275,6 @@ def build(name: str, network: Network, layout: Layout, options: Mapping[str, Any
         ValueError: For a bad value, or a directed graph on which it would be biased.
     """
     row = (AVERAGING | CONSENSUS_ONLY)[name]
-    if name in _DEFAULT_RATES and options.get("diffusion_rate") is None:
-        rate = default_rate(name, network.topology, layout, options)
-        options = {**options, "diffusion_rate": rate}
     return _unbiased(name, network, row(network, layout, **options))
 
 
