@@ -95,8 +95,7 @@ METHODS: dict[str, Values] = {
 }
 FEW_BITS: dict[str, Values] = {
     **{
-        f"PowerGossip, {bits} bits": METHODS["PowerGossip, 2 iterations"]
-        | {"optimizer_bits": bits}
+        f"PowerGossip, {bits} bits": METHODS["PowerGossip, 2 iterations"] | {"optimizer_bits": bits}
         for bits in (8, 6, 4)
     },
     **{
