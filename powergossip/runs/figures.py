@@ -379,8 +379,8 @@ def _name_points(
         offsets = np.resize(_AROUND, (len(far), 2)) * (far[:, None] * pixels + size / 2)
         boxes = point + offsets[:, None] + np.stack([-size, size]) / 2
         taken = np.array([*markers, *(box for of, (box, *_) in placed.items() if of != label)])
-        hidden = _overlap(boxes, taken).sum(1)
-        hidden += (boxes[:, 0] < axes.bbox.min).any(1) | (boxes[:, 1] > axes.bbox.max).any(1)
+        outside = (boxes[:, 0] < axes.bbox.min).any(1) | (boxes[:, 1] > axes.bbox.max).any(1)
+        hidden = _overlap(boxes, taken).sum(1) + 100 * outside  # cut off is worse than covered
         leaders = (point + steps * offsets[:, None]).reshape(-1, 1, 2).repeat(2, 1)
         crossed = _overlap(leaders, np.delete(taken, names.index(label), 0))
         crossed = crossed.reshape(len(far), len(steps), -1).any(1).sum(1)
@@ -403,7 +403,7 @@ def _name_points(
 
 
 def _overlap(boxes: "NDArray[Any]", others: "NDArray[Any]") -> "NDArray[Any]":
-    """Whether boxes share points, [box, other], from corners [box, lower or upper, x or y]."""
+    """True where boxes share points, [box, other], from corners [box, lower or upper, x or y]."""
     import numpy as np
 
     below, above = boxes[:, None, 0] <= others[:, 1], boxes[:, None, 1] >= others[:, 0]

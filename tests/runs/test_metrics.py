@@ -455,6 +455,27 @@ def test_names_stand_beside_points_and_never_on_each_other(
     assert all(axes.bbox.fully_contains(*corner) for box in boxes for corner in box.corners())
 
 
+def test_names_in_a_crowd_are_not_cut_off(drawn: list[Figure], tmp_path: Path) -> None:
+    crowd = {"PowerGossip, 1 iteration": (10.1, 90.23, 0.41)}
+    crowd["PowerGossip, 2 iterations"] = (19.0, 90.29, 0.18)
+    for bits, x, y, spread in ((8, 4.9, 90.36, 0.25), (6, 3.7, 90.34, 0.31), (4, 2.6, 90.25, 0.14)):
+        crowd[f"PowerGossip, 2 iterations, {bits} bits"] = (x, y, spread)
+    others = {
+        "all-reduce": (867.0, 90.82, 0.29),
+        "D-PSGD": (990.9, 91.05, 0.26),
+        "CHOCO, sign": (31.0, 91.03, 0.14),
+        "CHOCO, top 1 %": (19.6, 89.67, 0.31),
+        "CHOCO, random 1 %": (9.9, 88.77, 0.1),
+        "Moniqua, 2 bits": (61.9, 90.21, 0.19),
+    }
+    made = {name: (x, [y - of, y + of]) for name, (x, y, of) in (crowd | others).items()}
+    figures.scatter(made, tmp_path / "x.svg", "x", "y", chosen=list(crowd))
+    drawn[0].draw_without_rendering()
+    (axes,) = drawn[0].axes
+    boxes = [Text.get_window_extent(text) for text in axes.texts]
+    assert all(axes.bbox.fully_contains(*corner) for box in boxes for corner in box.corners())
+
+
 @pytest.mark.parametrize("name", ["_mine", "mass $m_$", "_$x_{$"])
 def test_lines_have_any_name(name: str, drawn: list[Figure], tmp_path: Path) -> None:
     lines = {"": dict.fromkeys((name, "other"), ([1.0], [1.0]))}
