@@ -14,9 +14,10 @@ import importlib
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import count, takewhile
 from pathlib import Path
+from typing import Any
 
 gc.disable()  # until the end of imports, whose objects stay
 # Jobs in the background of a script ignore it, and so would the programs that tests start.
@@ -34,7 +35,12 @@ from mpi4py import MPI
 from omegaconf import OmegaConf
 
 import train
+from powergossip.algorithms import AVERAGING
+from powergossip.algorithms.aggregation import AGGREGATIONS
+from powergossip.algorithms.learning import LEARNING
+from powergossip.compressors import COMPRESSORS
 from powergossip.network import processes
+from powergossip.topologies import TOPOLOGIES
 from tests.harness import launch, selection
 from tests.harness.helpers import files_below
 
@@ -76,6 +82,21 @@ hypothesis.settings.load_profile("same everywhere")
 def seeded() -> None:
     """Equal numbers of torch's generator at the start of a test, in whatever order tests run."""
     torch.manual_seed(0)
+
+
+REGISTRIES: tuple[dict[str, Any], ...]
+REGISTRIES = AVERAGING, AGGREGATIONS, LEARNING, COMPRESSORS, TOPOLOGIES
+
+
+@pytest.fixture(autouse=True)
+def _rows() -> Iterator[None]:
+    """Rows that a test adds are gone after it."""
+    before = [dict(registry) for registry in REGISTRIES]
+    yield
+    for registry, rows in zip(REGISTRIES, before, strict=True):
+        if registry != rows:
+            registry.clear()
+            registry.update(rows)
 
 
 DEFAULTS = OmegaConf.structured(train.Config)  # a copy takes a quarter of the time

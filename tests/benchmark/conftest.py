@@ -1,21 +1,10 @@
-"""Rows that entries add are gone after a test, and so is the configuration of their runs."""
-
-from collections.abc import Iterator
-from typing import Any
+"""The configuration of runs that entries start is gone after a test."""
 
 import pytest
 
 import train
-from powergossip.algorithms import AVERAGING
-from powergossip.algorithms.aggregation import AGGREGATIONS
 
 
 @pytest.fixture(autouse=True)
-def _registry() -> Iterator[None]:
-    registries: tuple[dict[str, Any], ...] = (AVERAGING, AGGREGATIONS)
-    before, config = [dict(registry) for registry in registries], train.config
-    yield
-    train.config = config
-    for registry, rows in zip(registries, before, strict=True):
-        registry.clear()
-        registry.update(rows)
+def _config(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train, "config", train.config)

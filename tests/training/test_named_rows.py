@@ -25,8 +25,6 @@ from tests.harness import launch
 from tests.harness.training import reproducible
 
 TINY = ["n_workers=4", "task_architecture=MLP", "max_steps_per_epoch=3", "log_verbosity=0"]
-REGISTRIES: tuple[dict[str, Any], ...]
-REGISTRIES = AVERAGING, AGGREGATIONS, LEARNING, COMPRESSORS, TOPOLOGIES
 ROWS = """
 from dataclasses import dataclass
 
@@ -114,19 +112,12 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
     monkeypatch.setattr(sys, "path", [*sys.path])
     for driven, kind in ((train, train.Config), (gossip_run, gossip_run.Config)):
         monkeypatch.setattr(driven, "config", OmegaConf.structured(kind))
-    for registry in REGISTRIES:
-        for row in registry:
-            monkeypatch.setitem(registry, row, registry[row])
-    before = [{*registry} for registry in REGISTRIES]
 
     def write(name: str, source: str = ROWS) -> str:
         (tmp_path / f"{name}.py").write_text(source)
         return name
 
     yield write
-    for registry, rows in zip(REGISTRIES, before, strict=True):
-        for name in registry.keys() - rows:
-            del registry[name]
     for path in tmp_path.glob("*.py"):
         sys.modules.pop(path.stem, None)
 
