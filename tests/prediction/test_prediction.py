@@ -1,12 +1,10 @@
 """The cost model: exact counts, its equations on cases computed by hand, the program."""
 
 import math
-import threading
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 from scipy.sparse import csr_array
@@ -28,7 +26,6 @@ from powergossip.prediction import (
 )
 from powergossip.prediction import command_line as program
 from powergossip.prediction import traffic as of_traffic
-from powergossip.runner.runner import Run
 from powergossip.topologies import Round, Topology
 from tests.harness.quadratics import Quadratics, rule_of, train
 
@@ -351,45 +348,6 @@ def test_rank_comes_before_iterations(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 # --- The experiments -----------------------------------------------------------------------------
-
-
-@pytest.mark.long
-def test_measured_and_predicted_from_rows_to_tables(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rows made by the model itself have the ratio 1."""
-    monkeypatch.setattr(experiment, "SECONDS", 0.0)
-    monkeypatch.setattr(experiment, "gradient_seconds", lambda processes: 1 + processes / 8)
-    words, phases = 50, ("data", "gradient", "averaging", "communication", "update")
-    size = (words + 2 * 4 * experiment.HIDDEN) * experiment.HIDDEN + 8 * experiment.HIDDEN + words
-    spent = {"gradient": 0.02, "update": 0.001, "communication": 0.004}
-    alone = {m: dict.fromkeys(phases, 0.0) | spent for m in experiment.METHODS}
-    predicted, _ = experiment.predict(alone, size, tmp_path)
-
-    def results(run: Run) -> pd.DataFrame:
-        method, place = run.labels["method"], run.labels["place"]
-        step = alone[method]
-        if place != experiment.CALIBRATION:
-            step = dict.fromkeys(phases, predicted[method, place] / len(phases))
-        return pd.DataFrame(
-            [
-                {"name": "phase_seconds", "phase": phase, "epoch": epoch,
-                 "value": epoch * 10 * step[phase], "instances": 10 * epoch,
-                 "bits": epoch * 10 * 32 * size}
-                for epoch in (1, experiment.EPOCHS) for phase in phases
-            ]
-        )  # fmt: skip
-
-    text = experiment.experiment().report(results, tmp_path)
-    cases = len(experiment.METHODS) * len(experiment.PLACES)
-    assert (tmp_path / "steps.csv").read_text().count(", 1.00)") == cases
-    assert f"{size:,} parameters" in text
-
-
-def test_gradients_of_a_process_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(experiment, "OF_GRADIENTS", 0.05)
-    monkeypatch.setattr(experiment, "barrier", threading.Barrier(1))
-    assert experiment.count_gradients(0) > 0
 
 
 @pytest.mark.slow
