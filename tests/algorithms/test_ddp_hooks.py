@@ -205,6 +205,14 @@ def test_buckets_are_those_of_ddp(cap: float | None, monkeypatch: pytest.MonkeyP
     assert len(found) == {None: 2, 1: 3, 2.5: 2}[cap]
 
 
+def test_options_reach_the_state_of_pytorch() -> None:
+    options: dict[str, Any] = {"batch_tensors_with_same_shape": True}
+    options |= {"compression_stats_logging_frequency": 4, "min_compression_rate": 3.0}
+    state = Worker(hooked(rank=2, **options), who=Processes()).rule.state
+    assert {name: getattr(state, name) for name in options} == options
+    assert (state.matrix_approximation_rank, state.start_powerSGD_iter) == (2, 3)
+
+
 @pytest.mark.parallel([2])
 def test_the_mean_gradient_is_clipped() -> None:
     """Gradients stay in the flat buffer."""

@@ -14,6 +14,8 @@ for argument; do
         --output=*) log=${argument#*=} ;;
         --wrap=*) script=${argument#*=} ;;
         --job-name=*) name=${argument#*=} ;;
+        --dependency=singleton) alone=flock ;;
+        --wait) waits=1 ;;
     esac
 done
 if [ -n "$SBATCH_PARTITION" ]; then
@@ -27,9 +29,9 @@ export SLURM_JOB_ID=$$
     for file in /proc/$BASHPID/fd/*; do
         [ "${file##*/}" -gt 2 ] && eval "exec ${file##*/}>&-"  # the lock of the launcher
     done
-    exec setsid flock "$(dirname "$0")/$name" sh -c "$script"
+    exec setsid ${alone:+flock "$(dirname "$0")/$name"} sh -c "$script"
 ) >>"${log//%%/%}" 2>&1 &
-wait $!
+[ -z "$waits" ] || wait $!
 """
 
 
