@@ -10,9 +10,8 @@ SHELL := bash
 NP ?= 8
 ARGS ?=
 FT ?=
-# Python with torch, and a folder of wheels, of `make gpu-check`
+# Python with torch, of `make gpu-check`
 PYTHON ?= $(shell command -v python3 || command -v python)
-WHEELS ?=
 # commit of `make test-changed`
 SINCE ?= HEAD
 # length of `make fuzz`, in seconds
@@ -109,8 +108,8 @@ check: setup ## formatting, lint, types
 bench: setup ## milliseconds a step under mpirun and torchrun, beside lower bounds and PyTorch
 	@$(activate) && python -m benchmarks.steps
 
-gpu-check: ## check and measure on a GPU, without setup; PYTHON=…, WHEELS=folder, ARGS=--quick
-	@"$(PYTHON)" environment/gpu_check.py $(if $(WHEELS),--wheels "$(WHEELS)") $(ARGS)
+gpu-check: ## check and measure on a GPU, without setup; PYTHON=…, ARGS=--quick
+	@"$(PYTHON)" environment/gpu_check.py $(ARGS)
 
 docs: setup ## the documentation site, in docs/_build/html; warnings are errors
 	@$(activate) && python -m sphinx -q -W --keep-going -d docs/_build/doctrees docs docs/_build/html && \

@@ -19,7 +19,7 @@ import powergossip
 import train
 from docs import costs, drawings
 from powergossip.benchmark import page, submissions
-from powergossip.runs import configuration
+from powergossip.runs import key_help
 
 project = "Decentralized deep learning"
 version = release = powergossip.__version__
@@ -114,7 +114,7 @@ def generate(app: Sphinx) -> None:
     costs.write(folder)
     page.write(submissions.read_all([submissions.OF_LIBRARY]), folder / "benchmark")
     for module in (train, gossip_run):
-        keys = configuration.describe(module.config)
+        keys = key_help.describe(module.config)
         (folder / f"{module.__name__}-keys.txt").write_text(f"{keys}\n")
 
 

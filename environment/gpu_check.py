@@ -1,17 +1,15 @@
 """A check and a benchmark of this project on a machine with an NVIDIA GPU:  make gpu-check
 
-    python environment/gpu_check.py [--wheels FOLDER] [--device cuda|cpu] [--quick] [--report FILE]
+    python environment/gpu_check.py [--device cuda|cpu] [--quick] [--report FILE]
 
 It needs Python 3.11, PyTorch, numpy, scipy, networkx and pytest, and no network, MPI or `make
-setup`. It runs from a checkout. Dependencies that are missing are installed from the wheels in a
-folder, if one is given, to a temporary folder. Parts that need one which is still missing are
-skipped. The first three parts are the tests of `pytest -m gpu`.
+setup`. It runs from a checkout. Parts that need a package which is missing are skipped. The first
+three parts are the tests of `pytest -m gpu`.
 
     machine      GPUs, driver, versions
     correctness  random numbers, averaging rules and aggregations equal the CPU's; checkpoints
     runs         train.py: one epoch on the GPU, the next one on the CPU, and the reverse; torchrun
     processes    gloo with messages staged through host memory; NCCL with a GPU for each process
-    graphs       averaging steps as CUDA graphs
     steps        time of an averaging step, its lower bound, its kernels
     training     steps per second of ResNet-20 and a transformer, with batched gradients and without
 
@@ -21,23 +19,19 @@ request that is impossible. --device cpu is a dry run that compares the CPU with
 """
 
 import argparse
-import importlib
 import importlib.metadata
 import importlib.util
-import multiprocessing
-import multiprocessing.connection
 import os
 import platform
 import re
-import runpy
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -104,7 +98,6 @@ PARTS = {
     "correctness": _tests("Correctness", "test_results.py", LIBRARY, 150),
     "runs": _tests("Checkpoints across devices", "test_runs.py", TRAINING, 120),
     "processes": _tests("Processes: gloo and NCCL", "test_processes.py", LIBRARY, 150),
-    "graphs": Part("CUDA graphs", ["environment.gpu.graphs"], LIBRARY, 90),
     "steps": Part("Steps of averaging", ["environment.gpu.steps"], LIBRARY, 150),
     "training": Part("Training", ["environment.gpu.training"], TRAINING, 120),
 }
@@ -128,7 +121,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--wheels", type=Path, help="folder of wheels of missing dependencies")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--quick", action="store_true", help="fewer and smaller cases")
     parser.add_argument("--report", type=Path, default=REPORT, help=f"by default {REPORT}")
@@ -138,8 +130,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     for name in options.parts:
         if name not in PARTS:
             raise BadRequest(f"--parts {name}: use some of {','.join(PARTS)}")
-    if options.wheels is not None and not options.wheels.is_dir():
-        raise BadRequest(f"--wheels {options.wheels}: use a folder")
     return options
 
 
@@ -154,31 +144,20 @@ def check(options: argparse.Namespace) -> int:
             f"{sys.executable} has no torch; use the Python of an installation of PyTorch, such as "
             "make gpu-check PYTHON=/opt/venv/bin/python"
         )
-    # Libraries of linear algebra have threads, which they stop before a fork.
-    warnings.filterwarnings("ignore", message=".*multi-threaded.*", category=DeprecationWarning)
     report = options.report.absolute()
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="gpu-check-", ignore_cleanup_errors=True) as place:
         folder = Path(place)
-        notes = [] if options.wheels is None else install(options.wheels, folder / "site")
         lacking = [package for package in MODULES if not there(package)]
-        if lacking:
-            lost = [name for name in options.parts if {*PARTS[name].needs} & {*lacking}]
-            notes.append(
-                f"Missing: {', '.join(lacking)}"
-                + (f"; left out: {', '.join(lost)}." if lost else "; no part needs them.")
-            )
-        for note in notes:
-            print(note, flush=True)
-        sys.path[:0] = [] if str(ROOT) in sys.path else [str(ROOT)]
-        machine = facts(options.device)
-        if options.device == "cuda" and not machine.gpus:
+        gpus, machine = facts(options.device)
+        if not gpus:
             raise BadRequest("torch sees no GPU; --device cpu is a dry run without one")
         sections, failures = [], []
         for name in options.parts:
             part = PARTS[name]
             if {*part.needs} & {*lacking}:
                 needed = [package for package in part.needs if package in lacking]
+                print(f"{name}: left out, needs {', '.join(needed)}", flush=True)
                 sections.append(f"## {part.title}\n\nLeft out: needs {', '.join(needed)}.")
                 continue
             left = LIMIT - (time.monotonic() - start)
@@ -189,7 +168,7 @@ def check(options: argparse.Namespace) -> int:
             state = f"{len(found)} FAILED" if found else "ok"
             print(f"{name}: {state}, {took}", flush=True)
             sections.append(f"## {part.title}\n\n{section}\n\n({took})")
-        lines = [f"# GPU check: {machine.name}", *notes, summary(failures), machine.markdown]
+        lines = [f"# GPU check: {gpus}", summary(failures), machine]
         report.parent.mkdir(parents=True, exist_ok=True)
         report.write_text("\n\n".join([*lines, *sections]) + "\n")
     for sentence in failures:
@@ -205,113 +184,42 @@ def summary(failures: Sequence[str]) -> str:
     return "\n".join([f"**{len(failures)} failures:**\n", *(f"- {text}" for text in failures)])
 
 
-# --- Dependencies ---------------------------------------------------------------------------------
-
-
 def there(package: str) -> bool:
     """True if the module of a package can be found."""
     return importlib.util.find_spec(MODULES[package]) is not None
 
 
-def install(wheels: Path, site: Path) -> list[str]:
-    """Install the wheels of packages that are not here to a folder, and append it to the path.
-
-    Returns sentences for the report. What is installed already, such as torch, is not replaced.
-    """
-    absent = [wheel for wheel in sorted(wheels.glob("*.whl")) if not _installed(wheel)]
-    if not absent:
-        return [f"{wheels} has no wheel of a package that is missing."]
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
-    command += ["--no-compile", "--disable-pip-version-check", "--target", str(site)]
-    failed = []
-    for wheel in absent:  # one that does not fit this machine does not stop the others
-        ended = subprocess.run(
-            [*command, str(wheel)], capture_output=True, text=True, check=False, timeout=120
-        )
-        if ended.returncode:
-            reason = (ended.stderr.strip() or "no reason given").splitlines()[-1]
-            failed.append(f"{wheel.name} could not be installed: {reason}")
-    sys.path.append(str(site))
-    paths = [*filter(None, [os.environ.get("PYTHONPATH")]), str(site)]
-    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
-    importlib.invalidate_caches()
-    return failed
-
-
-def _installed(wheel: Path) -> bool:
-    name = wheel.name.partition("-")[0]
-    try:
-        importlib.metadata.distribution(name)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
-
-
 # --- The machine ----------------------------------------------------------------------------------
 
 
-@dataclass
-class Machine:
-    """
-    name      # of the GPU, or "dry run on a CPU"
-    gpus      # their number, 0 in a dry run
-    markdown  # the section of the report
-    """
+def facts(device: str) -> tuple[str, str]:
+    """The name of the GPUs, "" without one, and the section of the report."""
+    import torch
 
-    name: str
-    gpus: int
-    markdown: str
-
-
-def facts(device: str) -> Machine:
-    """Ask a separate process: after CUDA has started in this one, others could not be forked."""
-    reader, writer = multiprocessing.Pipe(duplex=False)
-    asker = multiprocessing.get_context("fork").Process(target=_ask, args=(device, writer))
-    asker.start()
-    writer.close()
-    try:
-        answer = reader.recv() if reader.poll(90) else None
-    except EOFError:
-        answer = None
-    asker.kill()
-    asker.join()
-    if answer is None:
-        raise BadRequest("CUDA does not start: `python -c 'import torch; torch.zeros(1).cuda()'`")
-    names, rows = answer
+    rows: list[tuple[str, object]] = [("torch", torch.__version__)]
+    name = "dry run on a CPU" if device == "cpu" else ""
+    if device == "cuda" and torch.cuda.is_available():
+        every = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+        name = f"{len(every)} × {every[0].name}"
+        query = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        has_nccl = torch.distributed.is_nccl_available()
+        rows += [
+            ("GPUs", ", ".join(f"{p.name}, {p.total_memory / 2**30:.0f} GiB" for p in every)),
+            ("compute capability", f"{every[0].major}.{every[0].minor}"),
+            ("driver", (_output(*query) or "unknown").partition("\n")[0]),
+            ("CUDA of torch", torch.version.cuda),
+            ("cuDNN", torch.backends.cudnn.version()),
+            ("NCCL", ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else "missing"),
+        ]
     rows += [
         ("commit", _output("git", "-C", str(ROOT), "describe", "--always", "--dirty") or "unknown"),
         ("Python", platform.python_version()),
         ("processor", f"{_processor()}, {os.cpu_count()} cores"),
         ("system", f"{platform.system()} {platform.release()}"),
-        *((p, _version(p)) for p in ("numpy", "scipy", "networkx", "mpi4py", "omegaconf")),
+        *((p, importlib.metadata.version(p) if there(p) else "missing") for p in MODULES),
     ]
     lines = ["## Machine\n", "| | |", "| --- | --- |", *(f"| {a} | {b} |" for a, b in rows)]
-    name = f"{len(names)} × {names[0]}" if names else "dry run on a CPU"
-    return Machine(name, len(names), "\n".join(lines))
-
-
-def _ask(device: str, writer: "multiprocessing.connection.Connection") -> None:
-    """Send the names of the GPUs, and rows for the report."""
-    import torch
-
-    rows: list[tuple[str, object]] = [("torch", torch.__version__)]
-    names: list[str] = []
-    if device == "cuda" and torch.cuda.is_available():
-        every = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-        names = [properties.name for properties in every]
-        memory = ", ".join(f"{p.name}, {p.total_memory / 2**30:.0f} GiB" for p in every)
-        query = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-        has_nccl = torch.distributed.is_nccl_available()
-        nccl = ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else "missing"
-        rows += [
-            ("GPUs", memory),
-            ("compute capability", f"{every[0].major}.{every[0].minor}"),
-            ("driver", (_output(*query) or "unknown").partition("\n")[0]),
-            ("CUDA of torch", torch.version.cuda),
-            ("cuDNN", torch.backends.cudnn.version()),
-            ("NCCL", nccl),
-        ]
-    writer.send((names, rows))
+    return name, "\n".join(lines)
 
 
 def _output(*command: str) -> str:
@@ -331,13 +239,6 @@ def _processor() -> str:
     return name[1] if name else platform.machine()
 
 
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "missing"
-
-
 # --- Parts ----------------------------------------------------------------------------------------
 
 
@@ -347,21 +248,27 @@ def run(
     """Run a part in its own process. Returns the section, and the failures in it."""
     if seconds < 1:
         return "", ["no time was left"]
-    import torch  # once for all parts  # noqa: F401
-
     folder.mkdir()
+    paths = [*filter(None, [os.environ.get("PYTHONPATH")]), str(ROOT)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TMPDIR": str(folder)}
+    # On CI, pytest does not shorten errors.
+    environment |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "COLUMNS": "100", "CI": "true"}
     output, errors = folder / "output", folder / "errors"
-    output.touch()
-    errors.touch()
-    child = multiprocessing.get_context("fork").Process(
-        target=_become, args=(part.words(options), output, errors)
-    )
-    child.start()
-    child.join(seconds)
-    ended = child.exitcode
-    if ended is None:
-        os.killpg(child.pid or 0, signal.SIGKILL)
-        child.join()
+    with output.open("w") as out, errors.open("w") as err:
+        child = subprocess.Popen(
+            [sys.executable, "-m", *part.words(options)],
+            env=environment,
+            cwd=ROOT,
+            stdout=out,
+            stderr=err,
+            start_new_session=True,
+        )
+        ended: int | None = None
+        with suppress(subprocess.TimeoutExpired):
+            ended = child.wait(seconds)
+        if ended is None:
+            os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
     section = output.read_text(errors="replace").strip()
     failures = [
         line.partition(" ")[2]
@@ -376,20 +283,6 @@ def run(
         failures.append(f"{reason}: {shown.rpartition(chr(10))[2] or 'no message'}")
         section += f"\n\n```\n{shown}\n```"
     return section, failures
-
-
-def _become(words: list[str], output: Path, errors: Path) -> None:
-    """Run a module as `python -m` does, with a process group, output and temporary files apart."""
-    os.setsid()
-    for descriptor, file in ((1, output), (2, errors)):
-        os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND), descriptor)
-    sys.stdout, sys.stderr = (os.fdopen(i, "w", buffering=1) for i in (1, 2))
-    os.chdir(ROOT)
-    tempfile.tempdir = os.environ["TMPDIR"] = str(output.parent)
-    # On CI, pytest does not shorten errors.
-    os.environ |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "COLUMNS": "100", "CI": "true"}
-    sys.argv = words
-    runpy.run_module(words[0], run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":

@@ -98,7 +98,8 @@ class GossipMethod(Method):
 
     def facts(self) -> dict[str, Any]:
         """A complete description of numbers and strings, apart from options that may change."""
-        local = {"local_optimizer": self.local_optimizer} if self.local_optimizer != "sgd" else {}
+        is_sgd = learning_rules.is_sgd(self.local_optimizer)
+        local = {} if is_sgd else {"local_optimizer": self.local_optimizer}
         stateless = learning_rules.rule(self.learning, self.local_optimizer).stateless
         return {
             "method": self.averaging,

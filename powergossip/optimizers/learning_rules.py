@@ -114,7 +114,7 @@ class LearningRule:
     def decays(self) -> dict[int, float]:
         """The weight decay that is part of the gradient, by the id of a parameter. Only those that
         are not 0. Empty for QG-Adam, whose weight decay is decoupled."""
-        if not self.has_momentum or self._local_optimizer != "sgd":
+        if not self.has_momentum or not learning.is_sgd(self._local_optimizer):
             return {}
         return {
             id(parameter): float(group["weight_decay"])

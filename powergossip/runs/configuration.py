@@ -15,12 +15,10 @@ import difflib
 import functools
 import gc
 import hashlib
-import inspect
 import json
 import math
 import re
 import sys
-import textwrap
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -40,14 +38,13 @@ from powergossip import __version__, command_line, errors, exits, launcher, pres
 from powergossip.errors import BadInput
 from powergossip.runs import metrics
 from powergossip.runs.files import CHECKPOINTS, CONFIG_FILE, DATED, INDEX
+from powergossip.runs.key_help import Help, defaults_of, every_key, schema, shown_value
 
 if TYPE_CHECKING:
     from powergossip.network import Processes
 
 OPTION = "optimizer_"  # of keys of options of methods
 METHODS = ("optimizer", f"{OPTION}compressor", "algorithm")  # keys that choose these options
-Groups = dict[str, dict[str, tuple[Any, str]]]  # title → key → default and meaning
-Help = Callable[[DictConfig, str], str]  # the text of --help NAME, "" without a name
 # Keys of a process or its host. All others have one value in a run.
 OF_PROCESS = {"data_dir", "data_processes", "device", "download", "log_verbosity", "rank"}
 
@@ -101,12 +98,6 @@ class _Assignment:
     def apply(self, config: DictConfig) -> None:
         place = "" if self.source is COMMAND_LINE else f"{self.source.place}: "
         assign(config, self.key, self.value, place)
-
-
-def every_key(config: DictConfig, name: str = "") -> str:
-    """Return the help with the lines of the keys about a name, or else ("", "all") of all keys."""
-    about = "" if name in ("", "all") else keys_about(config, name)
-    return about or f"keys and their defaults:\n{describe(config)}"
 
 
 def read_command_line(
@@ -165,7 +156,7 @@ class _Typed(DictConfig):
 
 def _new_options(config: DictConfig, key: str) -> AbstractContextManager[object]:
     """A context in which a key may be added that is an option of a row of the user."""
-    own = key.startswith(OPTION) and "." not in key and _has_own_row(_schema(config), config)
+    own = key.startswith(OPTION) and "." not in key and _has_own_row(schema(config), config)
     return open_dict(config) if own else nullcontext()
 
 
@@ -197,9 +188,9 @@ def _errors_of_assignment(config: DictConfig, key: Any, value: Any) -> Iterator[
             warnings.filterwarnings("ignore", message="Implicit conversion from ")
             yield
     except OmegaConfBaseException as error:
-        text = f"{key}={_yaml_value(value)}: {error}".splitlines()[0]
+        text = f"{key}={shown_value(value)}: {error}".splitlines()[0]
         try:
-            assign(OmegaConf.structured(_schema(config)), str(key), value)
+            assign(OmegaConf.structured(schema(config)), str(key), value)
         except BadInput as sentence:
             text = str(sentence)
         raise BadInput(text) from None
@@ -322,19 +313,9 @@ def request(
 
 def set_by_driver(config: DictConfig) -> dict[str, Origin]:
     """Return DRIVER as the source of each key whose value is not the default."""
-    defaults, values = _defaults(_schema(config)), OmegaConf.to_container(config)
+    defaults, values = defaults_of(schema(config)), OmegaConf.to_container(config)
     assert isinstance(values, dict)
     return {str(key): DRIVER for key in values if values[key] != defaults.get(key)}
-
-
-_DEFAULTS: dict[type[Any], dict[Any, Any]] = {}
-
-
-def _defaults(kind: type[Any]) -> Mapping[Any, Any]:
-    """The defaults of a dataclass, as plain values that are not changed. Computed once."""
-    if kind not in _DEFAULTS:
-        _DEFAULTS[kind] = dataclasses.asdict(kind())
-    return _DEFAULTS[kind]
 
 
 def _parse(
@@ -470,7 +451,7 @@ def _apply(config: DictConfig, assignments: Iterable[_Assignment]) -> None:
     for assignment in sorted(assignments, key=lambda a: a.name not in config):
         key = assignment.name
         lost = key not in config and key.startswith(OPTION) and not assignment.source.explicit
-        if not lost or _has_own_row(_schema(config), config):
+        if not lost or _has_own_row(schema(config), config):
             assignment.apply(config)
 
 
@@ -499,7 +480,7 @@ def changed(values: Mapping[str, Any], kind: type[Any]) -> str:
 
     Read as a --config file, these lines give the same configuration. `kind` is the config class.
     """
-    defaults = _defaults(kind)
+    defaults = defaults_of(kind)
     lines = [
         # One entry as a mapping {key: value} on one line, without its braces.
         yaml.dump({key: value}, Dumper=reading.Dumper, default_flow_style=True, width=math.inf)
@@ -517,7 +498,7 @@ def assign(config: DictConfig, key: str, value: Any, source: str = "") -> None:
 
     Raises BadInput, with a text that begins with `source`, for an unknown key or a wrong type.
     """
-    kinds = {f.name: f.type for f in dataclasses.fields(_schema(config))}
+    kinds = {f.name: f.type for f in dataclasses.fields(schema(config))}
     name, *inside = key.split(".")
     kind, new = kinds.get(name), _new_options(config, key)
     if kind is None and not isinstance(new, nullcontext):
@@ -529,7 +510,7 @@ def assign(config: DictConfig, key: str, value: Any, source: str = "") -> None:
         if key.startswith(OPTION) and not within:
             hint += " (an option of a row of your own needs optimizer=package.module:name)"
         raise BadInput(f'{source}key "{key}" is unknown; {hint}')
-    wrong_type = BadInput(f"{source}{key}={_yaml_value(value)}: use {_type_name(kind)}")
+    wrong_type = BadInput(f"{source}{key}={shown_value(value)}: use {_type_name(kind)}")
     is_bool = kind in (bool, bool | None)
     if is_bool and isinstance(value, (int, float)) and value not in (0, 1):
         raise wrong_type  # OmegaConf takes any number for true
@@ -547,72 +528,6 @@ def _close(key: str, known: Iterable[str]) -> list[str]:
     word = re.compile(rf"(^|_){re.escape(key)}s?(_|$)")
     words = [name for name in known if word.search(name)]
     return (initials or difflib.get_close_matches(key, known, 3, 0.75) or words)[:3]
-
-
-def describe(config: DictConfig) -> str:
-    """Return the lines of all keys, each with its default and its comment in the class."""
-    return described(key_groups(config))
-
-
-def keys_about(config: DictConfig, name: str) -> str:
-    """Return the lines of the keys that begin with a key, or have a word in their meaning."""
-    keys = {key: entry for group in key_groups(config).values() for key, entry in group.items()}
-    word = re.compile(rf"(?<![a-z0-9-]){re.escape(name)}(?![a-z0-9-])")
-    found = [key for key in keys if name in keys and key.startswith(name)]
-    found = found or [key for key in keys if word.search(f"{key} {keys[key][1]}")]
-    return described({"": {key: keys[key] for key in found}})
-
-
-def described(groups: Groups, width: int = 44) -> str:
-    """Return the lines of keys below their titles. Comments begin in column `width`."""
-    lines: list[str] = []
-    for title, entries in groups.items():
-        lines += ["", f"{title}:"] if title else []
-        lines += [_described(key, *entry, width) for key, entry in entries.items()]
-    return "\n".join(lines).removeprefix("\n")
-
-
-def key_groups(config: DictConfig) -> Groups:
-    """Return title → key → default and comment in the class.
-
-    A comment may continue in lines that begin with "#   ". One above a key is a title. A class with
-    `groups` has those of its keys there.
-    """
-    found: Groups = {}
-    for kind in reversed(_schema(config).__mro__):
-        if dataclasses.is_dataclass(kind):
-            found |= kind.__dict__.get("groups") or _groups(kind, _defaults(_schema(config)))
-    return found
-
-
-def _groups(kind: type[Any], defaults: Mapping[Any, Any]) -> Groups:
-    """Title → key → default and comment, of the keys that a class declares."""
-    groups: Groups = {}
-    title = last = ""
-    for line in map(str.strip, inspect.getsource(kind).splitlines()):
-        name, _, rest = line.partition(":")
-        if line.startswith("#   ") and last:
-            default, comment = groups[title][last]
-            more = line.removeprefix("#").strip()
-            groups[title][last] = default, f"{comment} {more}"
-        elif line.startswith("# "):
-            title, last = line.removeprefix("# "), ""
-        elif name in kind.__annotations__:
-            _, mark, comment = rest.partition("#")
-            groups.setdefault(title, {})[name] = defaults[name], comment.strip()
-            last = name if mark else ""
-        else:
-            last = ""
-    return groups
-
-
-def _described(key: str, default: Any, comment: str, width: int) -> str:
-    """A key with its default, and beside it the comment, in lines of 100 characters."""
-    given = f"  {key}={_yaml_value(default)}"
-    lines = textwrap.wrap(comment, 100 - width, break_on_hyphens=False) or [""]
-    if len(given) < width - 1:
-        given = f"{given:<{width}}{lines.pop(0)}".rstrip()
-    return "\n".join([given, *(" " * width + line for line in lines)])
 
 
 def run_entry_point(main: Callable[[list[str]], object]) -> None:
@@ -692,13 +607,6 @@ def _read_yaml(label: str, file: Path) -> dict[Any, tuple[Any, int]]:
     return {key: (value, lines.get(str(key), 1)) for key, value in content.items()}
 
 
-def _schema(config: DictConfig) -> type[Any]:
-    """The config class, a dataclass."""
-    kind = OmegaConf.get_type(config)
-    assert kind is not None
-    return kind
-
-
 def _type_name(kind: Any) -> str:
     names = {
         int: "a whole number",
@@ -717,9 +625,3 @@ def _type_name(kind: Any) -> str:
     if kind in names:
         return names[kind]
     return "a list" if str(kind).startswith("list") else "a mapping {name: value, ...}"
-
-
-def _yaml_value(value: Any) -> str:
-    if value is None:
-        return "null"
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -8,6 +8,7 @@ Modules::
     local_optimizers.py   SGD, AdamW and Muon over the flat buffer
     muon.py               Muon for hidden matrices, AdamW for all other parameters
     schedule.py           learning rate of a step
+    edge_options.py       accepted configurations with late messages or lost workers
     asynchronous/         training by exchanges of edges: in processes, or on the virtual clock
     evaluation.py         metrics of the workers' models and of their mean
     measurements.py       rows for the hooks, divergence

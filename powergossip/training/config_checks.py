@@ -320,7 +320,7 @@ def _check_learning(c: Settings, explicit: Collection[str]) -> None:
         return
     rule = learning.rule(c.learning, c.local_optimizer)
     known = learning.options(c.learning, c.local_optimizer)
-    if rule.directs() and c.local_optimizer == "sgd":
+    if rule.directs() and learning.is_sgd(c.local_optimizer):
         lacks = f"with learning={c.learning}, which has none"
         momentum = c.momentum if "momentum" in explicit else 0
         checks.check("momentum", momentum, "momentum" in known or momentum == 0, f"0 {lacks}")

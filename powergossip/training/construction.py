@@ -146,7 +146,7 @@ def _losses(c: Settings) -> Losses | None:
     """The lost messages of push-sum and RelaySGD. Raises BadValue."""
     if not c.one_way or (c.scenario is None and c.gossip == "synchronous" and not c.survives):
         return None
-    from powergossip.training.asynchronous.edge_options import losses_of
+    from powergossip.training.edge_options import losses_of
 
     return losses_of(c)
 

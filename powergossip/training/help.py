@@ -7,7 +7,7 @@ from omegaconf import DictConfig
 
 from powergossip import presets
 from powergossip.errors import BadInput
-from powergossip.runs.configuration import Groups, described, every_key, key_groups, keys_about
+from powergossip.runs.key_help import Groups, described, every_key, key_groups, keys_about
 from powergossip.training import method_keys
 
 MAIN = (

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from powergossip.algorithms import learning
 from powergossip.parameters import Parameters
 from powergossip.training import muon
 from powergossip.training.config import Settings
@@ -72,7 +73,6 @@ LOCAL_OPTIMIZERS: dict[str, Callable[[Rows, Any, Any, float], torch.optim.Optimi
     "adamw": _adamw,
     "muon": _muon,
 }
-DECOUPLED = ("adamw", "muon")  # weight decay apart from the gradient
 
 
 class LocalOptimizer:
@@ -94,7 +94,7 @@ class LocalOptimizer:
         momentum: float | None = None,
         kind: str | None = None,
     ):
-        decoupled = c.local_optimizer in DECOUPLED
+        decoupled = not learning.is_sgd(c.local_optimizer)
         self.coupled_decay = 0.0 if decoupled else c.weight_decay
         # Rows, not x: torch's fused optimizers ignore strides.
         self._rows = [nn.Parameter(row) for row in parameters.x.split(1)]

@@ -52,7 +52,7 @@ def check_method(c: Settings, network: Network) -> str:
     with one_sentence(f"compressor={c.options.get('compressor')}"):
         trials.try_compressor(c.options)
     if c.by_edges:
-        from powergossip.training.asynchronous import edge_options as in_edge_form
+        from powergossip.training import edge_options as in_edge_form
 
         with errors_name_learning_options(c):
             resolved = c.method.resolved(network.topology, SMALL)
@@ -72,7 +72,7 @@ def check_method(c: Settings, network: Network) -> str:
         owns_momentum = _make_aggregation(c, network, SMALL).owns_momentum
         if trials.are_needed(c):
             trials.try_aggregation(c, network.topology, partial(_make_aggregation, c))
-        if owns_momentum and c.local_optimizer != "sgd":
+        if owns_momentum and not learning.is_sgd(c.local_optimizer):
             raise ValueError(
                 f"local_optimizer={c.local_optimizer}: {c.optimizer} corrects the momentum of "
                 "sgd; use sgd"

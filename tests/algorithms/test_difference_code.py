@@ -91,6 +91,7 @@ def test_both_ends_have_the_same_difference_with_a_relative_error(kind: str, bit
     assert sorted(errors[20:])[20] < 32 * 2.0**-bits  # the median, once there are ranges
 
 
+@pytest.mark.long
 def test_the_difference_is_unbiased() -> None:
     network = Network(topologies.make("ring", 3), dtype=torch.float64)
     code, x = code_of(network, 4), drawn("normal", 3, 0)
@@ -110,6 +111,7 @@ def test_the_difference_is_unbiased() -> None:
     assert float(code.skipped - skipped) == 0, "else it would be biased"
 
 
+@pytest.mark.long
 @pytest.mark.skipif(kernels.compiled() is None, reason="without a C compiler")
 @pytest.mark.parametrize("bits", [3, 4, 8, 11, 16])
 @pytest.mark.parametrize("lengths", [(5,), (64,), (40, 3, 90, 17), (300, 1000, 7, 3)], ids=str)
@@ -135,6 +137,7 @@ def test_compiled_loops_give_the_same_bits(lengths: tuple[int, ...], bits: int) 
     assert int(codes[0].skipped) > 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("alone_grows", [False, True], ids=["all", "one matrix"])
 def test_no_message_moves_models_apart(bits: int, alone_grows: bool) -> None:
@@ -220,6 +223,7 @@ def test_codes_of_an_edge_have_their_own_random_numbers() -> None:
     assert not torch.equal(first, second)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("bits", "limit"), [(8, 1.02), (6, 1.05), (4, 1.3)])
 def test_consensus_takes_few_more_steps(bits: int, limit: float) -> None:
     """Steps to an error that whole messages reach in 120."""

@@ -346,19 +346,6 @@ def test_a_correction_is_an_average_of_differences(given: Any, alpha: float) -> 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("averaging", "given", "alpha", "rounds"),
-    [("plain", {}, 0.1, 2000), ("power-gossip", {"num_iterations": 4}, 0.3, 700)],
-)
-def test_slower_corrections_have_the_same_fixed_point(
-    averaging: str, given: dict[str, Any], alpha: float, rounds: int
-) -> None:
-    options = {"gradient_correction": True, "correction_rate": alpha}
-    found = run("diloco", averaging, rounds, 5, 0.04, Quadratics(), "ring", given, **options)
-    assert found.error < 1e-6
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
     ("local", "averaging"),
     [
         (adam, "plain"),

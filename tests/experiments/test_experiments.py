@@ -22,14 +22,12 @@ import gossip_run
 import train
 from experiments import (
     EXPERIMENTS,
-    compression_pays,
     consensus,
     results,
     study,
     tuned_methods,
 )
 from experiments.emulated import EmulatedRun
-from experiments.study import SEEDS, TUNING_SEED
 from powergossip.errors import BadInput
 from powergossip.network import Processes
 from powergossip.runner import runner
@@ -310,21 +308,18 @@ def test_no_run_begins_after_ctrl_c(folder: Folder, monkeypatch: pytest.MonkeyPa
     assert carry_out(asked(Run("train", {"value": 999})), folder, 1, "process") == [], "later"
 
 
-def test_an_experiment_of_slurm_jobs(folder: Folder, tmp_path: Path) -> None:
+def test_an_experiment_of_slurm_jobs(
+    folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Slurm decides how many jobs run concurrently. The others go on after one has failed."""
     flag = str(tmp_path / "flag")
     runs = [Run("train", {"value": i, "sleep": 0.5}) for i in range(3)]
     bad = Run("train", {"value": 9, "fail": flag})
     question = asked(bad, *runs)
-    try:
-        with slurm.running() as cluster, pytest.MonkeyPatch.context() as patch:
-            for name, value_of in cluster.environment.items():
-                patch.setenv(name, value_of)
-            assert carry_out(question, folder, 64, "slurm") == [bad]
-            Path(flag).touch()
-            assert carry_out(question, folder, 64, "slurm") == []
-    except slurm.Unavailable as reason:
-        pytest.skip(str(reason))
+    slurm.stand_in(tmp_path / "bin", monkeypatch)
+    assert carry_out(question, folder, 64, "slurm") == [bad]
+    Path(flag).touch()
+    assert carry_out(question, folder, 64, "slurm") == []
     assert [value(folder, run) for run in runs] == [0, 1, 2]
     assert [starts(folder, run) for run in [bad, *runs]] == [2, 1, 1, 1]
 
@@ -470,106 +465,6 @@ def test_configurations_are_accepted(name: str) -> None:
     assert len({run.identity for run in first}) == len(first)
 
 
-def test_small_forms_keep_what_is_published() -> None:
-    """Diffusion rates as they are, learning rates in proportion."""
-    (runs,) = Folder("", Path("/nowhere")).runs(EXPERIMENTS["cifar10_resnet20_small"])
-    of = {run.labels["method"]: run.values for run in runs}
-    assert of["CHOCO, sign"]["optimizer_diffusion_rate"] == 0.45
-    assert of["CHOCO, sign"]["learning_rate"] == pytest.approx(0.1 * 16 / 11.3, rel=1e-4)
-    assert of["PowerGossip, 1 iteration"]["optimizer_diffusion_rate"] == 1.308
-    assert of["PowerGossip, 1 iteration"]["learning_rate"] == 0.1
-    assert of["Moniqua, 2 bits"]["optimizer_diffusion_rate"] == 0.005
-    (runs,) = Folder("", Path("/nowhere")).runs(EXPERIMENTS["wikitext2_lstm_small"])
-    of = {run.labels["method"]: run.values for run in runs}
-    assert of["CHOCO, top 1 %"]["optimizer_diffusion_rate"] == 0.01
-    assert of["PowerGossip, rank 8, 4 iterations"]["optimizer_rank"] == 8
-    assert of["PowerGossip, rank 8, 4 iterations"]["optimizer_num_iterations"] == 4
-
-
-def test_published_experiments_are_those_of_the_published_programs() -> None:
-    """The programs are resnet20_cifar10_shuffled.py, choco_lstm_testing.py, choco_lstm_spectrum.py,
-    resnet20_cifar10_shuffled_moniqua_tuning.py and moniqua_test.py."""
-
-    def runs_of(name: str) -> list[dict[str, Any]]:
-        (runs,) = Folder("", Path("/nowhere")).runs(EXPERIMENTS[name])
-        return [dict(run.values) for run in runs]
-
-    def seeds(runs: list[dict[str, Any]], **values: Any) -> list[int]:
-        return [r["seed"] for r in runs if all(r.get(k) == v for k, v in values.items())]
-
-    images = runs_of("cifar10_resnet20")
-    assert len(images) == 66
-    all_seeds = [10, 20, 30, 40, 50, 60]
-    for optimizer in ("all-reduce", "dpsgd"):
-        for factor, expected in ((8, [10]), (11.3, all_seeds), (16, [10])):
-            chosen = {"optimizer": optimizer, "distributed_lr_warmup_factor": factor}
-            assert seeds(images, **chosen) == expected
-    for iterations in (1, 2):
-        of = {"optimizer": "power-gossip", "optimizer_num_iterations": iterations}
-        assert seeds(images, **of, optimizer_warm_start=True) == all_seeds
-        assert seeds(images, **of, optimizer_warm_start=False) == all_seeds[:4]
-    language = runs_of("wikitext2_lstm")
-    power = {"optimizer": "power-gossip"}
-    assert seeds(language, **power, optimizer_warm_start=False) == [10, 20]
-    for rank, iterations in ((1, 8), (1, 16), (2, 16), (4, 8), (8, 4)):
-        chosen = power | {"optimizer_rank": rank, "optimizer_num_iterations": iterations}
-        assert seeds(language, **chosen) == [10, 20]
-    assert len(seeds(language, **power)) == 14
-    assert seeds(language, local_steps=32) == [10]
-    assert seeds(language, optimizer="dpsgd", distributed_lr_warmup_factor=28) == [10]
-    assert sorted(
-        (run["distributed_lr_warmup_factor"], run["optimizer_diffusion_rate"])
-        for run in language
-        if run["optimizer"] == "deepsqueeze"
-    ) == [(factor, gamma) for factor in (28, 38) for gamma in (0.1, 0.2, 0.4, 0.8)]
-    (spectra,) = runs_of("lstm_spectrum")
-    assert spectra["spectrum_logging_worker_pairs"] == [[0, 1], [4, 5], [8, 9]]
-    assert spectra["spectrum_logging_params"] == ["encoder.weight", "rnn.weight_ih_l1"]
-    assert (spectra["optimizer_num_iterations"], spectra["seed"]) == (32, 10)
-    assert spectra["spectrum_logging_epochs"] == [1, 50, 65, 89]
-    moniqua = runs_of("moniqua_tuning")
-    assert seeds(moniqua, optimizer_theta=0.25, optimizer_diffusion_rate=0.005) == [0]
-    assert seeds(moniqua, optimizer_theta=2, weight_decay=5e-4) == [1, 2, 3]
-    assert moniqua[1]["lr_schedule_milestones"] == [[250, 0.1], [280, 0.1]]
-    for run in runs_of("consensus_faces"):
-        steps = {**run["num_steps"]}
-        assert (steps["others"], steps["power_gossip"], steps["uncompressed"]) == (1000, 3000, 100)
-        assert (run["data_type"], run["matrix_size"]) == ("faces", 64)
-
-
-def test_settings_are_chosen_on_held_out_data(tmp_path: Path) -> None:
-    """Whatever the test rows are, in all epochs. The chosen runs have all training data."""
-    experiment = tuned_methods.experiment("how well", tuned_methods.DIGITS)
-
-    def results(run: Run) -> pd.DataFrame:
-        values = run.values
-        assert ("validation_ratio" in values) == (values["seed"] == TUNING_SEED)
-        rate = values.get("optimizer_diffusion_rate", 0.1)
-        others = values["learning_rate"] == 0.1 and values.get("optimizer_theta") != 1.0
-        good = others and rate == 0.1
-        few = values["num_epochs"] < tuned_methods.DIGITS["num_epochs"]
-        unstable = 0.95 if few else 0.5  # best in few epochs, worst in all
-        rows = [
-            {"split": "valid_avg", "value": unstable if others and rate == 1 else 0.8 + 0.1 * good},
-            {"split": "test_avg", "value": 0.1 if good else 0.99},
-            {"split": "valid", "value": 0.99 * (not good), "worker": 0},
-        ]
-        return pd.DataFrame([{"name": "accuracy", "epoch": 1, **row} for row in rows])
-
-    grid, tuning, final = (stage(results) for stage in experiment.stages)
-    assert {run.values["validation_ratio"] for run in [*grid, *tuning]} == {0.1}
-    assert {run.values["num_epochs"] for run in tuning} == {tuned_methods.DIGITS["num_epochs"]}
-    assert len(tuning) == 2 + 3 * (len(tuned_methods.METHODS) - 1)  # all-reduce has two settings
-    assert len(final) == len(tuned_methods.METHODS) * len(SEEDS)
-    for run in final:
-        assert run.values["learning_rate"] == 0.1
-        assert run.values.get("optimizer_diffusion_rate", 0.1) == 0.1
-        assert run.values.get("optimizer_theta", 0.25) == 0.25
-        assert "validation_ratio" not in run.values
-        assert run.values["num_epochs"] == tuned_methods.DIGITS["num_epochs"]
-        assert run.values["lr_schedule_milestones"] == [[15, 0.1]]
-
-
 @pytest.mark.usefixtures("forked")
 def test_consensus_from_the_run_to_the_table(tmp_path: Path) -> None:
     few = {"num_steps": 60}
@@ -585,55 +480,6 @@ def test_consensus_from_the_run_to_the_table(tmp_path: Path) -> None:
         assert 5 <= int(line[2]) <= 20
     assert "](lfw.svg)" in text
     assert "power_gossip" in (tmp_path / "low-rank.svg").read_text()
-
-
-def test_when_compression_pays_from_rows_to_tables(tmp_path: Path) -> None:
-    """Rows as they would be if links did exactly what is predicted, and computing took 0.2 s."""
-    sent = {method: 1e6 * (i + 1) for i, method in enumerate(compression_pays.METHODS)}  # bytes
-
-    def results(run: Run) -> pd.DataFrame:
-        method, rate = run.labels["method"], run.labels.get("rate")
-        rows: list[dict[str, Any]] = []
-        epochs = range(1, run.values["num_epochs"] + 1)
-        for epoch in epochs:
-            bits = 8 * sent[method] * 5 * epoch
-            phase = {"name": "phase_seconds", "epoch": epoch, "bits": bits}
-            link, steps = 0.0, 20  # four workers in a process
-            if rate is not None:
-                steps = 5
-                link = 8 * sent[method] / (compression_pays.RATES[rate] * 1448 / 1514)
-            rows += [
-                phase | {"phase": "gradient", "value": epoch, "instances": steps * epoch},
-                phase | {"phase": "communication", "value": link * 5 * epoch, "instances": 1},
-                phase | {"phase": "evaluation", "value": 17.0 * epoch, "instances": 1},
-            ]
-            perplexity = 100 / epoch + (1000 if method == "DGC, 1 %" else 0)
-            rows.append(
-                {"name": "perplexity", "split": "test_avg", "value": perplexity, "epoch": epoch}
-            )
-        return pd.DataFrame(rows)
-
-    text = compression_pays.experiment().report(results, tmp_path)
-    steps, times = cells(tmp_path, "steps")[1:], cells(tmp_path, "times")[1:]
-    for row in steps:
-        for cell in row[2:5]:
-            measured, predicted = cell.rstrip(")").split(" (")
-            assert measured == predicted
-        assert row[5] == "0.2"
-    assert "perplexity of 18.3 (all-reduce ends with 16.7" in text
-    assert times[0][2] == "30"  # six epochs of five steps
-    assert float(times[0][6]) == pytest.approx(30 * 0.2 / 60)
-    assert times[5][2:] == ["never"] * 5
-    assert "D-PSGD" in (tmp_path / "figure.svg").read_text()
-
-
-def test_every_method_has_the_same_grid() -> None:
-    for method, values in tuned_methods.METHODS.items():
-        keys = ("learning_rate", "optimizer_diffusion_rate")
-        settings = tuned_methods.settings(values, (0.05, 0.1))
-        tried = {tuple(setting.get(key) for key in keys) for setting in settings}
-        gammas = [None] if method == "all-reduce" else tuned_methods.DIFFUSION_RATES
-        assert tried == {(rate, gamma) for rate in (0.05, 0.1) for gamma in gammas}
 
 
 @pytest.mark.usefixtures("forked")

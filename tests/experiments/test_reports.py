@@ -177,3 +177,21 @@ def test_bits_of_relays_are_the_mean_of_all_workers(topology: str) -> None:
     rows = pd.DataFrame({"bits": [0, 100 * edges[0]]})
     assert Outcome([run], [rows]).bits == pytest.approx(100 * sum(edges) / 8)
     assert len(set(edges)) > 1
+
+
+@pytest.mark.slow
+def test_processes_that_measure_gradients_begin_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prediction, "OF_GRADIENTS", 0.5)
+    assert 0 < prediction.gradient_seconds(2) < 0.5
+
+
+def test_the_figure_of_scale() -> None:
+    costs = {name: (1e-3, 1e-4) for name in scale.METHODS} | {"gradient": (0.05,)}
+    speed, target = scale.curves(costs, (8, 64))
+    for network, panel in speed.items():
+        assert panel.keys() == target[network].keys()
+        reduced, gossip = panel["all-reduce"][1], panel["D-PSGD, ring"][1]
+        assert reduced[1] <= reduced[0]  # more messages
+        assert gossip[1] == pytest.approx(gossip[0])  # a ring has two neighbors at any size
+    slow = next(iter(speed.values()))
+    assert slow["PowerGossip, 2 iterations, ring"][1][0] > slow["D-PSGD, ring"][1][0]

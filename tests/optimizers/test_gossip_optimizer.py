@@ -28,7 +28,7 @@ from powergossip import algorithms, compressors, topologies
 from powergossip.compressors import QSGD
 from powergossip.errors import BadInput
 from powergossip.network import Network, processes
-from powergossip.optimizers import DGC, DGCConfig, GossipOptimizer, gossip_engine
+from powergossip.optimizers import DGC, DGCConfig, GossipOptimizer, gossip_part
 from powergossip.optimizers.gossip_method import GossipMethod
 from powergossip.parameters import Layout
 from tests.harness import launch
@@ -95,7 +95,7 @@ def test_misaligned_parameters_stay_where_they_are(
         def is_misaligned(view: Tensor, shapes: Any = misaligned) -> bool:
             return tuple(view.shape) in shapes
 
-        monkeypatch.setattr(gossip_engine, "is_misaligned", is_misaligned)
+        monkeypatch.setattr(gossip_part, "is_misaligned", is_misaligned)
         model = mlp(processes().rank)
         before = {p: p.data_ptr() for p in model.parameters()}
         optimizer = GossipOptimizer(OPTIMIZERS["sgd"](model), "power-gossip", learning=learning)

@@ -5,13 +5,12 @@ Axes: worker, one per process; D parameters of a worker's model.
 
 import copy
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.model_averaging.averagers import ModelAverager
-from torch.distributed.optim import PostLocalSGDOptimizer
 
 from powergossip.errors import BadInput
 from powergossip.network import Processes, processes
@@ -28,14 +27,23 @@ from tests.harness.user_loop import (
     run,
 )
 
+if TYPE_CHECKING:
+    from torch.distributed.optim import PostLocalSGDOptimizer
+
+
+def local_sgd(optimizer: torch.optim.Optimizer, averager: ModelAverager) -> "PostLocalSGDOptimizer":
+    from torch.distributed.optim import PostLocalSGDOptimizer  # and FSDP
+
+    return PostLocalSGDOptimizer(optimizer, averager)
+
 
 def averaged(
     local: str = "momentum", method: str = "power-gossip", **options: Any
-) -> tuple[Any, PostLocalSGDOptimizer, GossipModelAverager]:
+) -> "tuple[Any, PostLocalSGDOptimizer, GossipModelAverager]":
     """A model, torch's optimizer around a local one, and its averager."""
     model = mlp()
     averager = GossipModelAverager(method, **options)
-    return model, PostLocalSGDOptimizer(OPTIMIZERS[local](model), averager), averager
+    return model, local_sgd(OPTIMIZERS[local](model), averager), averager
 
 
 @pytest.mark.parallel([4])
@@ -129,7 +137,7 @@ def test_a_restored_averager_is_the_same_to_the_bit(at: int, tmp_path: Path) -> 
     third = GossipModelAverager("power-gossip", period=2, warmup_steps=3)
     third.load_state_dict(copy.deepcopy(resumed[2].state_dict()))  # before it gossips
     assert third.bits == bits
-    resumed = resumed[0], PostLocalSGDOptimizer(resumed[1].optim, third), third
+    resumed = resumed[0], local_sgd(resumed[1].optim, third), third
     run(resumed[0], resumed[1], range(at, 10))
     assert torch.equal(numbers(resumed[0]), numbers(model))
     assert resumed[2].bits == averager.bits > bits
@@ -148,12 +156,12 @@ def test_the_steps_of_loaded_states_are_compared(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parallel([4])
 def test_groups_that_are_added_are_averaged_and_restored() -> None:
-    def made() -> tuple[Any, PostLocalSGDOptimizer, GossipModelAverager]:
+    def made() -> "tuple[Any, PostLocalSGDOptimizer, GossipModelAverager]":
         model = mlp(processes().rank)
         averager = GossipModelAverager("power-gossip")
         return (
             model,
-            PostLocalSGDOptimizer(torch.optim.SGD(model[4].parameters(), lr=0.1), averager),
+            local_sgd(torch.optim.SGD(model[4].parameters(), lr=0.1), averager),
             averager,
         )
 

@@ -1,18 +1,13 @@
 """The cost model: exact counts, its equations on cases computed by hand, the program."""
 
 import math
-import threading
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 from scipy.sparse import csr_array
 
-from experiments import prediction as experiment
-from experiments import scale
 from powergossip import prediction, topologies
 from powergossip.network import Network
 from powergossip.parameters import Layout
@@ -28,7 +23,6 @@ from powergossip.prediction import (
 )
 from powergossip.prediction import command_line as program
 from powergossip.prediction import traffic as of_traffic
-from powergossip.runner.runner import Run
 from powergossip.topologies import Round, Topology
 from tests.harness.quadratics import Quadratics, rule_of, train
 
@@ -39,31 +33,32 @@ EVERY = {**METHODS, "DeepSqueeze": PredictedMethod("deepsqueeze"),
          "signSGD": PredictedMethod("signsgd"), "DGC": PredictedMethod("dgc"),
          "SparseLoCo": PredictedMethod("sparse-loco"),
          "PowerGossip, 4 bits": PredictedMethod("power-gossip", {"bits": 4})}  # fmt: skip
-WORKING = [(n, g) for n in EVERY for g in GRAPHS if not EVERY[n].rejects(topologies.make(g, 8))]
 GOSSIP = METHODS["D-PSGD"]
 
 
 # --- Counts --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "graph"), WORKING)
-def test_bytes_and_messages_are_those_that_the_network_counts(name: str, graph: str) -> None:
-    method, topology = EVERY[name], topologies.make(graph, 8)
-    network = Network(topology)
-    step = method.build(network, LAYOUT)
-    x = torch.randn(8, LAYOUT.size, generator=torch.Generator().manual_seed(0))
-    steps = 2 * topology.period
-    for t in range(2 * steps):
-        if t == steps:  # the first messages of few bits are whole
-            before = network.bits.copy(), network.messages.copy()
-        network.run(step(x))
-    bits, messages = network.bits - before[0], network.messages - before[1]
+@pytest.mark.parametrize("name", EVERY)
+def test_bytes_and_messages_are_those_that_the_network_counts(name: str) -> None:
+    method = EVERY[name]
     traffic = prediction.count(method, LAYOUT)
-    sent = np.mean([edges.out_degrees for edges in network.edges], axis=0)
-    for worker in range(8):
-        expected = round(steps * traffic.bits(8, sent[worker]))
-        assert abs(bits[worker] - expected) <= steps  # an all-reduce is rounded to bits
-        assert messages[worker] == steps * traffic.messages(8, sent[worker])
+    graphs = [topologies.make(graph, 8) for graph in GRAPHS]
+    for topology in (graph for graph in graphs if not method.rejects(graph)):
+        network = Network(topology)
+        step = method.build(network, LAYOUT)
+        x = torch.randn(8, LAYOUT.size, generator=torch.Generator().manual_seed(0))
+        steps = 2 * topology.period
+        for t in range(2 * steps):
+            if t == steps:  # the first messages of few bits are whole
+                before = network.bits.copy(), network.messages.copy()
+            network.run(step(x))
+        bits, messages = network.bits - before[0], network.messages - before[1]
+        sent = np.mean([edges.out_degrees for edges in network.edges], axis=0)
+        for worker in range(8):
+            expected = round(steps * traffic.bits(8, sent[worker]))
+            assert abs(bits[worker] - expected) <= steps  # an all-reduce is rounded to bits
+            assert messages[worker] == steps * traffic.messages(8, sent[worker])
 
 
 def test_an_all_reduce_in_few_bits_is_a_small_all_reduce() -> None:
@@ -348,63 +343,3 @@ def test_rank_comes_before_iterations(capsys: pytest.CaptureFixture[str]) -> Non
     for order in ([iterations, rank], [rank, iterations]):
         program.main([*QUICK, "--rate", "1mbit", *(f"--method={method}" for method in order)])
         assert f"Recommended: {rank} on " in capsys.readouterr().out
-
-
-# --- The experiments -----------------------------------------------------------------------------
-
-
-@pytest.mark.long
-def test_measured_and_predicted_from_rows_to_tables(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rows made by the model itself have the ratio 1."""
-    monkeypatch.setattr(experiment, "SECONDS", 0.0)
-    monkeypatch.setattr(experiment, "gradient_seconds", lambda processes: 1 + processes / 8)
-    words, phases = 50, ("data", "gradient", "averaging", "communication", "update")
-    size = (words + 2 * 4 * experiment.HIDDEN) * experiment.HIDDEN + 8 * experiment.HIDDEN + words
-    spent = {"gradient": 0.02, "update": 0.001, "communication": 0.004}
-    alone = {m: dict.fromkeys(phases, 0.0) | spent for m in experiment.METHODS}
-    predicted, _ = experiment.predict(alone, size, tmp_path)
-
-    def results(run: Run) -> pd.DataFrame:
-        method, place = run.labels["method"], run.labels["place"]
-        step = alone[method]
-        if place != experiment.CALIBRATION:
-            step = dict.fromkeys(phases, predicted[method, place] / len(phases))
-        return pd.DataFrame(
-            [
-                {"name": "phase_seconds", "phase": phase, "epoch": epoch,
-                 "value": epoch * 10 * step[phase], "instances": 10 * epoch,
-                 "bits": epoch * 10 * 32 * size}
-                for epoch in (1, experiment.EPOCHS) for phase in phases
-            ]
-        )  # fmt: skip
-
-    text = experiment.experiment().report(results, tmp_path)
-    cases = len(experiment.METHODS) * len(experiment.PLACES)
-    assert (tmp_path / "steps.csv").read_text().count(", 1.00)") == cases
-    assert f"{size:,} parameters" in text
-
-
-def test_gradients_of_a_process_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(experiment, "OF_GRADIENTS", 0.05)
-    monkeypatch.setattr(experiment, "barrier", threading.Barrier(1))
-    assert experiment.count_gradients(0) > 0
-
-
-@pytest.mark.slow
-def test_processes_that_measure_gradients_begin_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(experiment, "OF_GRADIENTS", 0.5)
-    assert 0 < experiment.gradient_seconds(2) < 0.5
-
-
-def test_the_figure_of_scale(tmp_path: Path) -> None:
-    costs = {name: (1e-3, 1e-4) for name in scale.METHODS} | {"gradient": (0.05,)}
-    speed, target = scale.curves(costs, (8, 64))
-    for network, panel in speed.items():
-        assert panel.keys() == target[network].keys()
-        reduced, gossip = panel["all-reduce"][1], panel["D-PSGD, ring"][1]
-        assert reduced[1] <= reduced[0]  # more messages
-        assert gossip[1] == pytest.approx(gossip[0])  # a ring has two neighbors at any size
-    slow = next(iter(speed.values()))
-    assert slow["PowerGossip, 2 iterations, ring"][1][0] > slow["D-PSGD, ring"][1][0]

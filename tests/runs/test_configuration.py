@@ -21,7 +21,7 @@ from powergossip.algorithms import AVERAGING
 from powergossip.algorithms.aggregation import AGGREGATIONS
 from powergossip.algorithms.learning import LEARNING
 from powergossip.errors import BadInput
-from powergossip.runs import configuration, output
+from powergossip.runs import configuration, key_help, output
 from powergossip.runs.configuration import plain
 from powergossip.runs.output import Output
 from powergossip.topologies import TOPOLOGIES
@@ -406,7 +406,7 @@ def test_help_lists_every_key_with_its_default_and_meaning() -> None:
     assert re.search(r"^  evaluation_interval=1 +epochs between", shown.stdout, re.MULTILINE)
     assert re.search(r"^  n_workers=null +number of workers", shown.stdout, re.MULTILINE)
     for program in (train, gossip_run):
-        text = configuration.describe(program.config)
+        text = key_help.describe(program.config)
         assert re.findall(r"^  \w+=\S*$(?!\n {10})", text, re.MULTILINE) == []
     parts = re.split(r"\n\n(optimizer\S*=.*):\n", shown.stdout)
     groups = dict(zip(parts[1::2], parts[2::2], strict=True))
@@ -487,7 +487,7 @@ def test_help_shows_the_comment_of_each_key() -> None:
         #   of two lines
         last: float = 0.5
 
-    lines = configuration.describe(OmegaConf.structured(Config)).splitlines()
+    lines = key_help.describe(OmegaConf.structured(Config)).splitlines()
     assert [line.split(maxsplit=1) for line in lines] == [
         ["without=1"],
         ["short=a", "a comment"],

@@ -90,6 +90,12 @@ def rule(name: str, local_optimizer: str = "sgd") -> type[GossipRule]:
     return next(found for found in family if local_optimizer in found.optimizers)
 
 
+def is_sgd(local_optimizer: str) -> bool:
+    """True for SGD, whose momentum a learning rule replaces. Its weight decay is part of the
+    gradient."""
+    return local_optimizer == "sgd"
+
+
 def check(name: str, network: Network, averaging_name: str, averaging: Averaging) -> None:
     """Raise ValueError for an averaging rule or a topology that a learning rule cannot have."""
     found, kind = LEARNING[name], kind_of(averaging)

@@ -2,11 +2,10 @@
 
 Modules::
 
-    execution.py     OnVirtualClock, AcrossProcesses
-    workers.py       the workers of a process: models, learning rules, gradients, state
-    edge_options.py  accepted configurations
-    rows.py          rows whose writer may be lost
-    resuming.py      resuming with lost or other workers
+    execution.py  OnVirtualClock, AcrossProcesses
+    workers.py    the workers of a process: models, learning rules, gradients, state
+    rows.py       rows whose writer may be lost
+    resuming.py   resuming with lost or other workers
 """
 
 from pathlib import Path

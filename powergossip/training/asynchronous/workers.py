@@ -13,7 +13,7 @@ from powergossip.events import averaging
 from powergossip.events.members import Members, View, dead
 from powergossip.events.worker import Policy, Worker
 from powergossip.parameters import Layout, Parameters
-from powergossip.training.asynchronous.edge_options import delay_of, late_options, resolved
+from powergossip.training.edge_options import delay_of, late_options, resolved
 from powergossip.training.execution import Computation
 from powergossip.training.local_optimizers import LocalOptimizer
 from powergossip.training.methods import learning_rule, local_optimizer
