@@ -239,17 +239,12 @@ class DifferenceCode:
         mean_square = k.double().square().sum(-1) / self.elements
         narrow = good & (peak < 3 / 8 * half) & (mean_square < _FINE)
         change = 2 * (failed > 0) - narrow.long()
-        if half > 4:
-            change = torch.where(good & (peak == 1), -_STEPS, change)
         change = torch.where(good & (peak == 0), -8 * _STEPS, change)
         skips = torch.where(skip, state[..., -1] + 1, 0)
         # A step that was widened for lack of sizes is as before once there are sizes.
         again = 3 * (state[..., -1] > 0) - 2 * _STEPS * state[..., -1]
         change = torch.where(skip, 2 * _STEPS, change + again)
-        # A part may have grown alone.
-        raised = torch.minimum(before + 2, before.amax(-1, keepdim=True))
-        same = torch.where(skips[..., None] > 2, raised, before)
-        state[..., :-2] = torch.where(skip[..., None], same, sizes)
+        state[..., :-2] = torch.where(skip[..., None], before, sizes)
         state[..., -2] = (state[..., -2] + change).clamp_(_STEPS * (2 - self._bits), _LARGEST)
         state[..., -1] = skips
 

@@ -32,7 +32,11 @@ class QuantizedMean(ExactMean):
     r is its result, unless `begin_at` sets r. Learning rules with outer optimizers set it to the
     slow model before each round.
 
-    Sends 2 (n − 1) pieces of L = 64 ⌈D/(64 n)⌉ elements: b L bits each, and 16 for each 64.
+    Infinite values and NaN reach all x, but no e, f or r: x that is finite again is averaged as
+    before.
+
+    Sends 2 (n − 1) pieces of L = 64 ⌈D/(64 n)⌉ elements: b L bits each, and 16 for each 64. With
+    D < 64 n, L = ⌈D/n⌉.
 
     Args:
         bits: Bits b of an element, 2 to 8.
@@ -48,7 +52,8 @@ class QuantizedMean(ExactMean):
         n, rows, device = network.n_workers, network.rows, network.device
         self._copies, self._n, self._size = network.copies, n, layout.size
         self._edges = network.edges_of(topologies.fully_connected(n, 0).round(0))
-        length = -(-layout.size // (BLOCK * n)) * BLOCK
+        block = min(BLOCK, max(1, -(-layout.size // n)))
+        length = -(-layout.size // (block * n)) * block
         piece = Layout([(length,)])
         self._differences = Codec(piece, compressor, [0] * (rows * n), device=device)
         self._means = Codec(piece, compressor, [0] * rows, device=device)
@@ -72,7 +77,7 @@ class QuantizedMean(ExactMean):
         r = self._reference
         if r is None:
             yield from super().step(x)
-            self._reference = models[:, :1].clone()
+            self._reference = models[:, :1].nan_to_num(0, 0, 0)
             return
         p, m = self._error, self._rest
         p[:, : self._size] += (models - r).flatten(0, 1)
@@ -92,6 +97,7 @@ class QuantizedMean(ExactMean):
         pieces = pieces.unflatten(0, (self._copies, -1))[:, 0]  # all workers have the same
         mean = self._means.decode(pieces, self._of_all, 0)
         models.copy_(r.add_(mean.flatten(1)[:, None, : self._size]))
+        r.nan_to_num_(0, 0, 0)
 
     @property
     def _shape(self) -> tuple[int, int]:
@@ -101,7 +107,7 @@ class QuantizedMean(ExactMean):
     def _encode(codec: Codec, values: Tensor) -> Tensor:
         """The messages of values. The values become their errors."""
         message = codec.encode(values, 0)
-        values.sub_(codec.decode(message, codec.workers, 0))
+        values.sub_(codec.decode(message, codec.workers, 0)).nan_to_num_(0, 0, 0)
         return message
 
     def _all(self, own: Tensor, received: Tensor) -> Tensor:

@@ -95,6 +95,7 @@ ENTRIES: dict[str, Settings] = {
     "d-psgd": _method("dpsgd"),
     # Data-parallel training: one optimizer, where all-reduce averages the steps of several.
     "mean-gradient": _gradients("ef-sgd", optimizer_compressor="identity"),
+    "all-reduce-8-bits": _method("all-reduce", late=False, optimizer_bits=8),
     "all-reduce-4-bits": _method("all-reduce", late=False, optimizer_bits=4),
     "d-psgd-exponential": _method("dpsgd", topology="one-peer-exponential", late=False),
     "d-psgd-asynchronous": {
@@ -102,6 +103,8 @@ ENTRIES: dict[str, Settings] = {
     },
     "a2cid2": {LATE: _rates({"optimizer": "dpsgd", "gossip": "a2cid2"}, _OF_SGD)},
     "power-gossip": _method("power-gossip"),
+    "power-gossip-8-bits": _method("power-gossip", optimizer_bits=8),
+    "power-gossip-4-bits": _method("power-gossip", optimizer_bits=4),
     "power-gossip-4-iterations": _method("power-gossip", optimizer_num_iterations=4),
     "power-gossip-exact-diffusion": _learning("exact-diffusion", "power-gossip"),
     "power-gossip-diloco": _learning(

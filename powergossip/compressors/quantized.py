@@ -169,8 +169,8 @@ class BlockRounding:
             index.clamp_(0, levels.count - 1).nan_to_num_()  # 0/0 too: all entries are 0
             entries = index.flatten(-2)[..., :size]
             integers = _blocks(entries.mul(levels.step).add_(levels.first))
-            products = (blocks * integers).sum(-1, keepdim=True)
-            scale = products / integers.square_().sum(-1, keepdim=True)
+            products = (blocks * 2**-16 * integers).sum(-1, keepdim=True)  # of 1e38, too
+            scale = products / integers.square_().sum(-1, keepdim=True) * 2**16
         return scale.squeeze(-1), entries
 
     def decompress(self, fields: tuple[Tensor, ...], out: Tensor, stream: Stream) -> None:

@@ -198,13 +198,8 @@ typedef struct {
 static void follow(const Code *c, i64 *state, const double *squares, Found found) {
     const i64 half = (i64)1 << (c->bits - 1), good = !found.failed, skips = state[c->parts + 1];
     const double step = power(state[c->parts]) / 8;
-    i64 top = INT64_MIN, largest = INT64_MIN, change = 2 * !good;
-    for (i64 p = 0; p < c->parts; p++) top = state[p] > top ? state[p] : top;
-    for (i64 p = 0; p < c->parts; p++) {
-        if (found.skip) {
-            if (skips > 1) state[p] = smaller(state[p] + 2, top);
-            continue;
-        }
+    i64 largest = INT64_MIN, change = 2 * !good;
+    for (i64 p = 0; p < c->parts && !found.skip; p++) {
         const double mean = squares[p] / (double)c->length[p] * (step * step);
         const i64 size = state[p] + (exponent(mean) >> 1);
         const i64 least = state[p] - (mean > 0 ? 1 : 3 * good);
@@ -214,7 +209,6 @@ static void follow(const Code *c, i64 *state, const double *squares, Found found
     for (i64 p = 0; p < c->parts && !found.skip; p++)
         state[p] = larger_of(state[p], larger_of(largest - OCTAVES, SMALLEST));
     if (good && 8 * found.peak < 3 * half && found.squares / (double)c->elements < FINE) change = -1;
-    if (half > 4 && good && found.peak == 1) change = -QUARTERS;
     if (good && found.peak == 0) change = -8 * QUARTERS;
     if (skips) change += 3 - 2 * QUARTERS * skips;
     if (found.skip) change = 2 * QUARTERS;

@@ -458,8 +458,9 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
     def merge(self) -> None:
         """Give all workers the mean of their parameters, for the end of training.
 
-        Collective. Counted: an all-reduce of D elements of 32 bits, or 64 in float64. The states of
-        the local optimizer and of the learning rule stay each worker's own.
+        Collective. Counted: an all-reduce of D elements of 32 bits, or 64 in float64, unless all
+        have the same. The states of the local optimizer and of the learning rule stay each worker's
+        own.
         """
         self._check_between_steps("merge()")
         self._averaged.merge(self._steps)

@@ -314,10 +314,10 @@ class Averaged(Traffic):
                 part.store()
 
     def merge(self, step: int) -> None:
-        """The parameters ← their mean over all workers. Collective. Counted."""
+        """The parameters ← their mean over all workers. Collective. Counted, unless they agree."""
         self._prepare_mean("merge()", step)
         for part in self.active:
-            self.network.average(part.x)
+            self.network.merge(part.x)
             part.store()
         if self.sharding is not None:
             reshard_modules()

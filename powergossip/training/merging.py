@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from powergossip.network import Network
 from powergossip.tasks import Task
 from powergossip.training.execution import Computation
 
@@ -17,17 +16,11 @@ def merge(run: Computation) -> None:
     averaged, too. What all workers have to the bit is not sent.
     """
     parameters = run.parameters
-    _average(run.network, parameters.x)
+    run.network.merge(parameters.x)
     if parameters.buffers.numel():
         for worker, model in zip(run.network.workers, parameters.models, strict=True):
             recalibrate(run.task, model, [worker], run.config.recalibration_batches)
-        _average(run.network, parameters.buffers)
-
-
-def _average(network: Network, rows: Tensor) -> None:
-    bits = rows.view({4: torch.int32, 8: torch.int64}[rows.element_size()])
-    if len(network.gather(bits.sum(1)).unique()) > 1:
-        network.average(rows)
+        run.network.merge(parameters.buffers)
 
 
 def recalibrate(task: Task, model: nn.Module, workers: Sequence[int], most: int) -> bool:

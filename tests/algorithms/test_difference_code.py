@@ -26,6 +26,15 @@ def code_of(
     return DifferenceCode(edges, bits, lengths, 1, index)
 
 
+def long_code(
+    bits: int, lengths: tuple[int, ...] = (400, 30, 300, 70), n: int = 3
+) -> tuple[DifferenceCode, Network]:
+    """A code of 13 blocks, with compiled loops if there are any, and its network."""
+    network = alone("ring", n)
+    edges = EdgeConstants(network, network.rounds[0], 1.0, 0)
+    return DifferenceCode(edges, bits, lengths, 1, 0, library=kernels.load(network)), network
+
+
 def difference(code: DifferenceCode, network: Network, s: Tensor, counter: int) -> Tensor:
     """d [worker, neighbor, M] of an exchange of s [worker, neighbor, M], whole without ranges."""
     found = []
@@ -137,6 +146,72 @@ def test_compiled_loops_give_the_same_bits(lengths: tuple[int, ...], bits: int) 
     assert int(codes[0].skipped) > 0
 
 
+def factors(case: str, t: int) -> Tensor:
+    """Of the differences of four parts in message t."""
+    all_, part, none = torch.ones(4), torch.tensor([1.0, 0, 0, 0]), torch.zeros(4)
+    if case == "grow":
+        return all_ * (1e6 if t >= 40 else 1)
+    if case == "shrink":
+        return all_ * (1e-4 if t >= 40 else 1)
+    if case == "part grows":
+        return all_ + part * (1e4 if t >= 40 else 0)
+    if case == "part shrinks":
+        return all_ - part * (1 - 1e-3 if t >= 40 else 0)
+    if case == "part begins":
+        return all_ - part * (t < 40)
+    if case == "part was small":
+        return all_ - part * (1 - 1e-7 if t < 40 else 0)
+    if case == "agreement":
+        return none if 1 < t < 40 else all_
+    if case == "long agreement":
+        return none if 1 < t < 300 else all_
+    return all_
+
+
+# Messages from a change to three differences in a row that are found, with 4 and 8 bits.
+FOLLOWS = {
+    "alike": (0, 0), "grow": (13, 13), "shrink": (12, 20), "part grows": (8, 9),
+    "part shrinks": (14, 15), "part begins": (8, 8), "part was small": (8, 8),
+    "agreement": (32, 36), "long agreement": (36, 34),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("case", FOLLOWS)
+def test_ranges_follow_differences(case: str, bits: int) -> None:
+    (code, network), lengths = long_code(bits), torch.tensor([400, 30, 300, 70])
+    start = {"alike": 2, "long agreement": 300}.get(case, 40)
+    generator, found = torch.Generator().manual_seed(0), []
+    parts = slice(400) if case.startswith("part") else slice(None)
+    for t in range(start + FOLLOWS[case][bits == 8] + 3):
+        common, own = (torch.randn(n, 800, generator=generator) for n in (1, 3))
+        x = common + own * factors(case, t).repeat_interleave(lengths)
+        d, true = difference(code, network, products(x, network), t), expected(x, network)
+        error = (d - true)[..., parts].norm() / true[..., parts].norm()
+        found.append(bool(error < {4: 0.8, 8: 0.2}[bits]))
+    assert any(all(found[i : i + 3]) for i in range(start, start + FOLLOWS[case][bits == 8] + 1))
+
+
+@pytest.mark.parametrize(
+    ("kind", "bits", "limit"),
+    [("sizes", 3, 0.25), ("sizes", 4, 0.22), ("sizes", 8, 0.14), ("heavy tails", 3, 0.012),
+     ("heavy tails", 4, 0.007), ("heavy tails", 8, 0.003), ("growing", 3, 0.002)],
+)  # fmt: skip
+def test_few_blocks_are_left_out(kind: str, bits: int, limit: float) -> None:
+    """Of differences that change by up to 100 times from message to message, and others."""
+    (code, network), generator = long_code(bits), torch.Generator().manual_seed(0)
+    for t in range(120):
+        x = torch.randn(3, 800, generator=generator)
+        if kind == "sizes":
+            x *= 10.0 ** (2 * float(torch.rand(1, generator=generator)) - 1)
+        elif kind == "heavy tails":
+            x /= torch.rand(3, 800, generator=generator).log().neg().sqrt()
+        else:
+            x *= 1.05**t
+        difference(code, network, products(x, network), t)
+    assert float(code.skipped / code.blocks) < limit
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("alone_grows", [False, True], ids=["all", "one matrix"])
@@ -203,17 +278,33 @@ def test_each_round_of_a_topology_has_its_own_ranges() -> None:
 
 def test_a_checksum_finds_wraps_in_opposite_directions() -> None:
     """Of differences a little too large for the ranges: one that is not left out is right."""
-    network = Network(topologies.make("ring", 3), dtype=torch.float64)
-    code = code_of(network, 4, (64,))
+    code, network = long_code(4, (64,), 60)
     for _ in range(2):
-        code.begin(torch.ones(3, 2, 64, dtype=torch.float64), 0)
-    generator, saved = torch.Generator().manual_seed(0), code.saved()
-    for t in range(200):
+        code.begin(torch.ones(60, 2, 64), 0)
+    saved = code.saved()
+    step = 2.0 ** (int(saved["state"][0, 0, 0, 0]) + int(saved["state"][0, 0, 0, 1]) / 4 + 1 / 8)
+    generator = torch.Generator().manual_seed(0)
+    for t in range(100):
         code.load(saved)
-        x = 1.5 * torch.randn(3, 64, dtype=torch.float64, generator=generator)
+        x = 1.6 * torch.randn(60, 64, generator=generator)
         d, true = difference(code, network, products(x, network), t), expected(x, network)
-        wrong = (d - true).norm(dim=-1) > 0.5 * true.norm(dim=-1)
+        wrong = (d - true).norm(dim=-1) > 8 * step  # of 64 elements, each below a step
         assert not (wrong & d.any(-1)).any()
+    assert 0.5 < float(code.skipped / code.blocks) < 1
+
+
+def test_a_wrong_bit_of_a_checksum_leaves_its_block_out() -> None:
+    """If more than a quarter of the blocks are left out, all are."""
+    code, network = long_code(6)
+    for _ in range(2):
+        code.begin(torch.ones(3, 2, 800), 0)
+    own = code.encode(products(torch.ones(3, 800), network), 0, 0).clone()
+    for wrong in (*([bit] for bit in range(8 * 2 * 13)), [0, 8, 16], [0, 8, 16, 24]):
+        received, before = own.clone(), int(code.skipped)
+        for bit in wrong:
+            received[2, 1, -26 + bit // 8] ^= 1 << bit % 8
+        code.decode(own, received, 0)
+        assert int(code.skipped) - before == {1: 1, 3: 3, 4: 13}[len(wrong)]
 
 
 def test_codes_of_an_edge_have_their_own_random_numbers() -> None:

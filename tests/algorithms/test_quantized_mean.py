@@ -61,10 +61,10 @@ def test_results_and_errors_are_the_sum_of_mean_displacements(bits: int, n: int)
 @pytest.mark.parallel([2, 4])
 @every_bits
 def test_replicas_are_the_same_to_the_bit_in_every_layout(bits: int) -> None:
-    """Each of 8 workers has one of 6 blocks, or an empty one, and a scale of 16 bits."""
+    """Each of 8 workers has 44 elements, or fewer, and a scale of 16 bits."""
     apart, together = Walk(Network(topologies.make("ring", 8)), bits), Walk(alone("star", 8), bits)
     assert torch.equal(apart.network.gather(apart.go(5)), together.go(5))
-    few = 2 * 7 * (64 * bits + 16)
+    few = 2 * 7 * 8 * (-(-44 * bits // 8) + 2)
     assert {*apart.network.bits} == {round(2 * 7 / 8 * 32 * LAYOUT.size) + 4 * few}
     assert {*apart.network.messages} == {5 * 2 * 7}
 
@@ -81,6 +81,42 @@ def test_a_resumed_walk_is_the_same_to_the_bit(bits: int, before: int) -> None:
     expected = first.go(4)
     second.mean.load_state_dict(state)
     assert torch.equal(second.go(4), expected)
+
+
+@pytest.mark.parametrize("n", [1, 3, 8, 20])
+def test_few_bits_are_fewer_than_32(n: int) -> None:
+    """Of models with few elements, too."""
+    for size in (max(1, n // 2), n, 3 * n + 1, 64 * n, 64 * n + 1):
+        sent = []
+        for bits in (32, 8):
+            network, layout = alone("ring", n), Layout([(size,)])
+            mean, x = algorithms.make("all-reduce", network, layout, bits=bits), torch.ones(n, size)
+            network.run(mean.step(x))
+            before = network.bits[0]
+            network.run(mean.step(x))
+            sent.append(int(network.bits[0] - before))
+        assert sent[1] < sent[0] or n == 1 or size < n
+
+
+@every_bits
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, 1e38])
+@pytest.mark.parametrize("steps", [0, 2], ids=["first step", "later"])
+def test_models_that_are_repaired_are_averaged_as_before(
+    bits: int, value: float, steps: int
+) -> None:
+    """After a value of one worker that is not finite, or large."""
+    walk = Walk(alone("ring", 4), bits)
+    walk.go(steps)[1, 7] = value
+    assert walk.go(1).isfinite().all() == (value == 1e38)
+    if value == 1e38:
+        return
+    walk.x.copy_(start(1, LAYOUT, 5))
+    total, walk.t = walk.x[0].clone(), 0
+    for _ in range(15):
+        total += walk.displacements().mean(0)
+        walk.go(1)
+    walk.t -= 1
+    assert (walk.x[0] - total).norm() < 8 * 2.0**-bits * walk.displacements().norm(dim=1).mean()
 
 
 @pytest.mark.parametrize("bits", [2, 4])
@@ -113,7 +149,9 @@ def test_displacements_are_from_the_slow_model(fragments: int, correction: bool)
     assert sum(r.shape[1] for r in references) >= slow.shape[1]
     for row, reference in zip(slow, torch.cat(references, 1), strict=True):
         assert set(row.tolist()) <= set(reference.tolist())
-    assert network.bits.tolist() == [5 * fragments * 2 * 7 * (2 * 64 + 16)] * 8
+    lengths = [length * (1 + correction) for length in ([7], [4, 3])[fragments - 1]]
+    sent = 2 * 7 * 8 * sum(-(-2 * length // 8) + 2 for length in lengths)
+    assert network.bits.tolist() == [5 * sent] * 8
     assert torch.equal(slow, slow[:1].expand_as(slow))
 
 

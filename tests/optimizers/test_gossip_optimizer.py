@@ -386,7 +386,9 @@ def test_a_merge_is_one_all_reduce_after_which_all_have_the_mean() -> None:
     after = everywhere(model)
     assert torch.equal(after, after[:1].expand_as(after))
     torch.testing.assert_close(after[0], before.mean(0), rtol=1e-5, atol=1e-6)
-    assert optimizer.bits - bits == 2 * 3 * 32 * before.shape[1] // 4
+    for _ in range(2):  # the second costs nothing
+        assert optimizer.bits - bits == 2 * 3 * 32 * before.shape[1] // 4
+        optimizer.merge()
     with optimizer.mean_model(), pytest.raises(RuntimeError, match="mean already"):
         optimizer.merge()
     run(model, optimizer, range(3, 5))  # training may go on
