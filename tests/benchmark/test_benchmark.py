@@ -963,9 +963,9 @@ def test_a_task_that_fails_leaves_the_others_their_results(
     held: list[int] = []
     in_turn = runner.in_turn
 
-    def noted(*arguments: Any) -> list[bool]:
+    def noted(*arguments: Any, **more: Any) -> list[bool]:
         held.append(arguments[-1])
-        return in_turn(*arguments)
+        return in_turn(*arguments, **more)
 
     monkeypatch.setattr(runner, "in_turn", noted)
     place = tmp_path / "a: b #1"  # no YAML
