@@ -8,6 +8,7 @@
     powergossip-benchmark show                      tables of all entries
     powergossip-benchmark show my_method            and the method beside each of the others
     powergossip-benchmark check my_method           whether its results are complete and sound
+    powergossip-benchmark submit my_method          the files of a pull request, in a clone
 
 my_method.py registers a method, and has SETTINGS, the settings to try. `new` writes an averaging
 rule, or with --kind compressor a compressor.
@@ -20,8 +21,9 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from powergossip import checks, command_line
 from powergossip.benchmark.entries import Entry
@@ -40,13 +42,15 @@ COMMANDS: dict[str, set[str]] = {  # and their options
     "run": {"tier", "task", "cores", "launcher", "folder"},
     "show": {"tier", "task", "folder", "output"},
     "check": {"folder"},
+    "submit": {"folder", "output"},
 }
 
 
 def main(arguments: Sequence[str]) -> None:
     """Carry out a command line. Raises BadInput; exits with 1 if a run failed."""
     options = _parse(arguments)
-    carry_out = {"new": _new, "list": _list, "run": _run, "show": _show, "check": _check}
+    carry_out = {"new": _new, "list": _list, "run": _run, "show": _show}
+    carry_out |= {"check": _check, "submit": _submit}
     try:
         carry_out[options.command](options)
     except OSError as error:
@@ -65,14 +69,14 @@ def command() -> None:
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = command_line.parser("powergossip-benchmark", __doc__ or "")
-    parser.add_argument("command", help="new, list, run, show or check")
+    parser.add_argument("command", help="new, list, run, show, check or submit")
     parser.add_argument("method", nargs="?", help="a file NAME.py or NAME.json, or an entry's name")
     parser.add_argument("--tier", help=f"{', '.join(TIERS)}; by default {QUICK}")
     parser.add_argument("--task", action="append", help="a task, repeatable; by default all")
     parser.add_argument("--cores", type=int, help="cores for concurrent runs; Slurm: jobs")
     parser.add_argument("--launcher", help=f"{', '.join(LAUNCHERS)}; by default {LAUNCHERS[0]}")
     parser.add_argument("--folder", type=Path, help=f"folder of runs and results; {OUTPUT}")
-    parser.add_argument("--output", type=Path, help="folder for tables, figures and page of show")
+    parser.add_argument("--output", type=Path, help="folder of show's page; clone of submit")
     parser.add_argument("--kind", help=f"{', '.join(KINDS)} of a new file; by default {KINDS[0]}")
     options = command_line.parsed(parser, arguments)
     try:
@@ -90,7 +94,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
             checks.at_least_one("--cores", options.cores)
     except checks.BadValue as error:
         raise BadInput(str(error)) from error
-    if options.command in ("run", "check") and options.method is None:
+    if options.command in ("run", "check", "submit") and options.method is None:
         raise BadInput(f"{options.command} needs a file or the name of an entry")
     if options.command == "new" and Path(options.method or "").suffix != ".py":
         raise BadInput("new needs the name of a file, such as my_method.py")
@@ -236,6 +240,21 @@ def _show(options: argparse.Namespace) -> None:
 def _check(options: argparse.Namespace) -> None:
     from powergossip.benchmark import submissions
 
+    path, found, again = _checked(options)
+    tasks = [f"{len(of)} of {len(TASKS)} tasks in {tier}" for tier, of in found["tiers"].items()]
+    print(f"{path} is valid: {', '.join(tasks)}")
+    if again:
+        agreeing = len(submissions.common_tasks(found, again))
+        print(f"{agreeing} of them agree with {options.folder / again['name']}.json")
+
+
+Results = Mapping[str, Any]
+
+
+def _checked(options: argparse.Namespace) -> tuple[Path, Results, Results | None]:
+    """A file of results, its contents, and those of its repetition. Raises BadInput."""
+    from powergossip.benchmark import submissions
+
     path = Path(options.method)
     if path.suffix != ".json":
         path = options.folder / f"{_name(options.method)}.json"
@@ -252,10 +271,27 @@ def _check(options: argparse.Namespace) -> None:
     wrong += [f"the tier {QUICK} is missing"] * (not found["tiers"].get(QUICK))
     if wrong:
         raise BadInput(f"{path} is not valid: {'; '.join(wrong)}")
-    tasks = [f"{len(of)} of {len(TASKS)} tasks in {tier}" for tier, of in found["tiers"].items()]
-    print(f"{path} is valid: {', '.join(tasks)}")
-    if again:
-        print(f"{len(submissions.common_tasks(found, again))} of them agree with {repeated}")
+    return path, found, again
+
+
+def _submit(options: argparse.Namespace) -> None:
+    from powergossip.benchmark import records, submissions
+
+    clone = options.output or Path()
+    folder = clone / "powergossip" / "benchmark" / "submissions"
+    if not folder.is_dir():
+        raise BadInput(f"{clone.resolve()} is no clone of the repository; use --output CLONE")
+    _, found, _ = _checked(options)
+    target = folder / f"{found['name']}.json"
+    if target.exists() and submissions.read(target)["source"] != found["source"]:
+        raise BadInput(f"{target} has results of other code; use another NAME")
+    for tier, results in found["tiers"].items():
+        submissions.save(Entry(found["name"], found["source"], {}), tier, results, folder)
+    every = submissions.read_all([folder], _warn)
+    (clone / records.FILE).write_text(records.page(every))
+    print(f"written, for a pull request: {target}, {clone / records.FILE}")
+    for name in records.TARGETS:
+        print(records.sentence(TASKS[name], found["name"], every))
 
 
 def _name(method: str | None) -> str | None:

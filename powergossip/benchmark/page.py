@@ -1,5 +1,6 @@
 """Tables and figures of a comparison."""
 
+import html
 import math
 import textwrap
 from collections import Counter
@@ -21,6 +22,7 @@ Table = list[list[str]]
 Section = tuple[BenchmarkTask, Sequence[Line], Line | None, Sequence[str]]
 
 NAME = "benchmark"  # of the file
+BREADTH = 10  # characters of a line of a table's header
 OTHER = "*"  # behind seconds of another processor
 ABOUT = (
     "±: after a measure the standard deviation over the seeds, after a difference half of its 95 % "
@@ -81,17 +83,18 @@ def write(
         by_task = {task.name: found for task, found, _, _ in sections}
         if not any(by_task.values()):
             continue
-        parts += [f"### Tier {tier}", *answer(sections), _markdown(overview(by_task))]
+        parts += [f"## Tier {tier}", *answer(sections), _markdown(overview(by_task))]
         for task, found, own, others in sections:
             if not found:
                 continue
             figure, title = folder / f"{task.name}-{tier}.svg", _title(task)
-            parts.append(f"#### {title}")
+            content = []
             if draw(found, figure, own):
                 written.append(figure)
-                parts.append(f"![{title}: quality by megabytes sent]({figure.name})")
+                content.append(f"![{title}: quality by megabytes sent]({figure.name})")
             tables = [table(found, own), *([pairs(own, found)] if own and len(found) > 1 else [])]
-            parts += [*map(_markdown, tables), *_notes(found, own, others)]
+            content += [*map(_markdown, tables), *_notes(found, own, others)]
+            parts += _folded(title, content, is_open=own is not None)
     page = folder / f"{NAME}.md"
     page.write_text("\n\n".join(parts) + "\n")
     return [page, *written]
@@ -111,14 +114,19 @@ def _sections(
 
 
 def overview(by_task: Mapping[str, Sequence[Line]]) -> Table:
-    """The quality of each entry on each task, entries by their mean rank."""
+    """The mean quality of each entry on each task, consensus last. Entries by their mean rank."""
     columns = {name: found for name, found in by_task.items() if found}
+    columns = dict(sorted(columns.items(), key=lambda of: of[1][0].task.is_consensus))
     ranks: dict[str, list[float]] = {}
     for found in columns.values():
         for rank, line in enumerate(found):
             ranks.setdefault(line.name, []).append(rank / max(1, len(found) - 1))
     cells = {
-        (line.name, name): _seed_spread(line, "mean") for name, of in columns.items() for line in of
+        (line.name, name): line.task.measure.shown(sum(line.last("mean")) / len(line.runs))
+        if not line.diverged
+        else "diverged"
+        for name, of in columns.items()
+        for line in of
     }
     order = sorted(ranks, key=lambda name: sum(ranks[name]) / len(ranks[name]))
     header = ["entry", *(name.replace("_", " ") for name in columns)]
@@ -262,5 +270,13 @@ def _single(value: float | None, factor: float) -> str:
     return "" if value is None else _number([factor * value])
 
 
+def _folded(title: str, content: Sequence[str], is_open: bool) -> list[str]:
+    head = f"<details{' open' * is_open}>\n<summary>{html.escape(title)}</summary>"
+    return [head, *content, "</details>"]
+
+
 def _markdown(rows: Table) -> str:
-    return f'<div class="sortable">\n\n{formatting.markdown(rows[0], rows[1:])}\n\n</div>'
+    """A table whose cells do not break. Its headers do, so that it is narrow."""
+    header = [textwrap.fill(cell, BREADTH).replace("\n", "<br>") for cell in rows[0]]
+    content = formatting.markdown(header, rows[1:])
+    return f'<div class="sortable" style="white-space: nowrap">\n\n{content}\n\n</div>'

@@ -963,9 +963,9 @@ def test_a_task_that_fails_leaves_the_others_their_results(
     held: list[int] = []
     in_turn = runner.in_turn
 
-    def noted(*arguments: Any) -> list[bool]:
+    def noted(*arguments: Any, **more: Any) -> list[bool]:
         held.append(arguments[-1])
-        return in_turn(*arguments)
+        return in_turn(*arguments, **more)
 
     monkeypatch.setattr(runner, "in_turn", noted)
     place = tmp_path / "a: b #1"  # no YAML
@@ -991,7 +991,7 @@ def test_a_task_that_fails_leaves_the_others_their_results(
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["rum"], "new, list, run, show or check"),
+        (["rum"], "new, list, run, show, check or submit"),
         (["new"], "new needs the name of a file"),
         (["new", "d-psgd.py"], "an entry of the library"),
         (["run"], "run needs a file or the name of an entry"),
@@ -1008,6 +1008,8 @@ def test_a_task_that_fails_leaves_the_others_their_results(
         (["list", "d-psgd"], "use show d-psgd"),
         (["check", "nobody"], "cannot be read"),
         (["check", "own.json"], "no file of results"),
+        (["submit"], "submit needs a file or the name of an entry"),
+        (["submit", "d-psgd"], "is no clone of the repository; use --output CLONE"),
         (["show", "--output", "own.json"], "own.json: File exists"),
     ],
 )
@@ -1025,5 +1027,5 @@ def test_the_published_results_are_complete() -> None:
     found = submissions.read_all([submissions.OF_LIBRARY])
     for content in found:
         assert submissions.problems(content) == [], content["name"]
-        assert content["name"] in library.ENTRIES
+        assert (content["name"] in library.ENTRIES) == (not content["source"])
     assert comparison.LEVEL == 0.95
