@@ -122,7 +122,7 @@ def for_the_site(app: Sphinx, page: str, source: list[str]) -> None:
     """Use directives in comments, which GitHub hides, and show files in place of links to them on a
     line of their own. Keep ± in its line."""
     text = re.sub(r"(\d) ± (\d)", "\\1\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}\\2", source[0])
-    text = re.sub(r"<!-- (```.*?\n```) -->", r"\1", text, flags=re.DOTALL)
+    text = re.sub(r"<!--\n(```.*?\n```)\n-->", r"\1", text, flags=re.DOTALL)
     for suffix, block in (
         ("md", "```{include} \\1\n:relative-docs: docs/\n```"),
         ("py", "```{literalinclude} \\1\n:language: python\n:caption: \\2\n```"),
