@@ -112,11 +112,14 @@ gpu-check: ## check and measure on a GPU, without setup; PYTHON=…, ARGS=--quic
 	@"$(PYTHON)" environment/gpu_check.py $(ARGS)
 
 docs: setup ## the documentation site, in docs/_build/html; warnings are errors
-	@$(activate) && python -m sphinx -q -W --keep-going -d docs/_build/doctrees docs docs/_build/html && \
+	@$(activate) && python -m sphinx -W --keep-going -d docs/_build/doctrees docs docs/_build/html && \
 	touch docs/_build/html/index.html && python -m pytest -q tests/docs/test_site.py && \
 	echo "docs/_build/html/index.html"
 
-docs-serve: docs ## the site at http://localhost:8000; PORT=…
+docs/_build/html/index.html:
+	@$(MAKE) docs
+
+docs-serve: docs/_build/html/index.html ## the site of the last `make docs` at http://localhost:8000; PORT=…
 	@$(activate) && python -m http.server --bind 127.0.0.1 --directory docs/_build/html $(PORT)
 
 clean: ## remove .venv, builds and caches; keeps output/ and data/

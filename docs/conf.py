@@ -17,7 +17,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the checkout of this file,
 import gossip_run
 import powergossip
 import train
-from docs import costs, drawings
 from powergossip.benchmark import page, submissions
 from powergossip.runs import key_help
 
@@ -31,6 +30,7 @@ extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
+    "sphinx_copybutton",
     "sphinx_gallery.gen_gallery",
 ]
 default_role = "code"  # of `single backticks` in docstrings
@@ -66,6 +66,7 @@ sphinx_gallery_conf = {
 
 html_theme = "pydata_sphinx_theme"
 html_title = f"{project} {version}"
+html_favicon = "_static/favicon.svg"
 html_static_path = ["_static"]
 html_css_files = ["katex/katex.min.css", "site.css"]
 html_js_files = ["katex/katex.min.js", "equations.js", "sort.js"]
@@ -74,6 +75,7 @@ html_sidebars: dict[str, list[str]] = {"topologies": []}  # it has no pages belo
 html_copy_source = False
 html_show_sourcelink = False
 html_theme_options = {
+    "logo": {"text": "PowerGossip"},
     "navbar_center": ["navbar-nav"],
     "navbar_end": ["theme-switcher"],
     "header_links_before_dropdown": 7,
@@ -108,14 +110,25 @@ def displayed_equation(translator: HTML5Translator, node: nodes.math_block) -> N
 
 
 def generate(app: Sphinx) -> None:
-    """Drawings and tables that follow from the code."""
+    """Texts that follow from the code."""
     folder = Path(app.srcdir) / "_generated"
-    drawings.write(folder)
-    costs.write(folder)
     page.write(submissions.read_all([submissions.OF_LIBRARY]), folder / "benchmark")
     for module in (train, gossip_run):
         keys = key_help.describe(module.config)
         (folder / f"{module.__name__}-keys.txt").write_text(f"{keys}\n")
+
+
+def for_the_site(app: Sphinx, page: str, source: list[str]) -> None:
+    """Use directives in comments, which GitHub hides, and show files in place of links to them on a
+    line of their own. Keep ± in its line."""
+    text = re.sub(r"(\d) ± (\d)", "\\1\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}\\2", source[0])
+    text = re.sub(r"<!--\n(```.*?\n```)\n-->", r"\1", text, flags=re.DOTALL)
+    for suffix, block in (
+        ("md", "```{include} \\1\n:relative-docs: docs/\n```"),
+        ("py", "```{literalinclude} \\1\n:language: python\n:caption: \\2\n```"),
+    ):
+        text = re.sub(rf"^\[.*\]\((\.\./(\S+\.{suffix}))\)$", block, text, flags=re.MULTILINE)
+    source[0] = text
 
 
 def link_sources(app: Sphinx, document: nodes.document) -> None:
@@ -133,4 +146,5 @@ def link_sources(app: Sphinx, document: nodes.document) -> None:
 def setup(app: Sphinx) -> None:
     app.add_html_math_renderer("katex", (inline_equation, None), (displayed_equation, None))
     app.connect("builder-inited", generate)
+    app.connect("source-read", for_the_site)
     app.connect("doctree-read", link_sources)

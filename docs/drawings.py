@@ -1,7 +1,13 @@
-"""Drawings and spectra of the topologies, made from the topologies themselves."""
+"""Drawings and spectra of the topologies, made from the topologies themselves.
+
+    python -m docs.drawings
+
+draws the figures of topologies.md again. A test compares the tables of pages with `tables`.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
@@ -13,6 +19,7 @@ from matplotlib import pyplot
 from matplotlib.axes import Axes
 
 import topologies
+from experiments.results import smaller
 from powergossip.topologies import Round, Topology
 
 WORKERS = 16
@@ -29,22 +36,28 @@ TIME_VARYING = {  # number of workers in the drawing
 }
 ROUNDS = 4  # drawn, of each time-varying topology
 COLOR = "#3b6ea5"
+GREY = "#767676"  # on light and dark pages
+FIGURES = Path(__file__).parent / "figures"
 
 
 def write(folder: Path) -> None:
-    """Write SVG drawings and Markdown tables into a folder, which is made."""
-    folder.mkdir(exist_ok=True)
-    matplotlib.rcParams["svg.hashsalt"] = "topologies"  # the same file each time
+    """Write SVG drawings into a folder."""
+    parts = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
+    style: dict[Any, str] = {**dict.fromkeys(parts, GREY), "svg.fonttype": "none"}
+    matplotlib.rcParams.update({**style, "svg.hashsalt": "topologies"})
     undirected = [_make(name) for name in UNDIRECTED]
-    _graphs(undirected, folder / "undirected.svg", columns=5)
+    _graphs(undirected, folder / "undirected.svg", columns=3)
     _graphs([_make(name) for name in DIRECTED], folder / "directed.svg", columns=3)
     time_varying = [topologies.make(name, n) for name, n in TIME_VARYING.items()]
     _rounds(time_varying, folder / "time-varying.svg")
     _spectra(undirected, folder / "spectra.svg")
-    (folder / "weights.md").write_text(_weights_table())
-    (folder / "spectra.md").write_text(_spectra_table(undirected))
+
+
+def tables() -> list[str]:
+    """The tables of topologies.md."""
     without_spectrum = [_make(name) for name in (*DIRECTED, *TIME_VARYING)]
-    (folder / "periods.md").write_text(_periods_table(without_spectrum))
+    spectra = _spectra_table([_make(name) for name in UNDIRECTED])
+    return [_weights_table(), spectra, _periods_table(without_spectrum)]
 
 
 def _make(name: str) -> Topology:
@@ -109,7 +122,7 @@ def _draw(axes: Axes, round_: Round, positions: dict[int, np.ndarray], title: st
         font_size=5,
         font_color="white",
     )
-    axes.set_title(title, fontsize=9)
+    axes.set_title(title, fontsize=8)
     axes.set_axis_off()
     axes.margins(0.12)
     axes.set_aspect("equal" if "tree" not in title else "auto")
@@ -118,7 +131,7 @@ def _draw(axes: Axes, round_: Round, positions: dict[int, np.ndarray], title: st
 def _graphs(chosen: Sequence[Topology], path: Path, columns: int) -> None:
     rows = -(-len(chosen) // columns)
     figure, grid = pyplot.subplots(
-        rows, columns, figsize=(2 * columns, 2.1 * rows), squeeze=False, layout="constrained"
+        rows, columns, figsize=(1.6 * columns, 1.7 * rows), squeeze=False, layout="constrained"
     )
     for axes, topology in zip(grid.flat, chosen, strict=False):
         _draw(axes, topology.rounds[0], _positions(topology), topology.name)
@@ -129,12 +142,12 @@ def _graphs(chosen: Sequence[Topology], path: Path, columns: int) -> None:
 
 def _rounds(chosen: Sequence[Topology], path: Path) -> None:
     figure, grid = pyplot.subplots(
-        len(chosen), ROUNDS, figsize=(8, 1.9 * len(chosen)), squeeze=False, layout="constrained"
+        len(chosen), ROUNDS, figsize=(4.8, 1.5 * len(chosen)), squeeze=False, layout="constrained"
     )
     for row, topology in zip(grid, chosen, strict=True):
         for t, axes in enumerate(row):
             if t < topology.period:
-                title = f"{topology.name}, round {t}" if t == 0 else f"round {t}"
+                title = f"{topology.name}\nround 0" if t == 0 else f"round {t}"
                 _draw(axes, topology.round(t), _positions(topology), title)
             else:
                 axes.set_axis_off()
@@ -142,7 +155,7 @@ def _rounds(chosen: Sequence[Topology], path: Path) -> None:
 
 
 def _spectra(chosen: Sequence[Topology], path: Path) -> None:
-    figure, axes = pyplot.subplots(figsize=(7, 3.2), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(4.8, 3.2), layout="constrained")
     for line, topology in enumerate(reversed(chosen)):
         values = topology.eigenvalues[1:]
         axes.plot(values, [line] * len(values), "|", color=COLOR, markersize=11)
@@ -154,7 +167,8 @@ def _spectra(chosen: Sequence[Topology], path: Path) -> None:
 
 
 def _save(figure: pyplot.Figure, path: Path) -> None:
-    figure.savefig(path, metadata={"Date": None})
+    figure.savefig(path, transparent=True)
+    path.write_text(smaller(path.read_text()))
     pyplot.close(figure)
 
 
@@ -207,3 +221,7 @@ def _periods_table(chosen: Sequence[Topology]) -> str:
             factor = f"{t.contraction(1.0):.4f}"
         lines.append(f"| {t.name} | {t.n_workers} | {t.period} | {factor} |")
     return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    write(FIGURES)

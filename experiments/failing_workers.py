@@ -121,12 +121,7 @@ def churn() -> Experiment:
     }
 
     def draw(outcomes: Outcomes, path: Path) -> None:
-        panels = _curves(outcomes, "epoch")
-        rows = outcomes[CHOSEN[0], "a quarter dies"].rows[0]
-        alive = rows[rows["name"] == "workers"]
-        curve = (alive["epoch"].tolist(), alive["value"].tolist())
-        panels["workers alive, first seed"] = {"workers": curve}
-        figures.curves(panels, path, "epoch", "accuracy of the mean model")
+        figures.curves(_curves(outcomes, "epoch"), path, "epoch", "accuracy of the mean model")
 
     title = "accuracy while a quarter of the workers die"
     return _experiment(title, FAILING, CHURNING, columns, SEEDS, draw)

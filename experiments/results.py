@@ -13,7 +13,7 @@ from powergossip.formatting import plain
 
 PUBLISHED = Path(__file__).resolve().parent.parent / "docs" / "results"
 REPORT = "report.md"
-TABLE = re.compile(r"```\{csv-table\}\n.*?```\n\n\[.*?\]\((.*?)\)", re.DOTALL)
+TABLE = re.compile(r"(?:^\|.*\n)+\n\[.*?\]\((.*?)\)", re.MULTILINE)
 
 
 def publish(name: str, folder: Path) -> None:

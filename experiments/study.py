@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from experiments.emulated import EmulatedRun
 from powergossip.atomic_files import write_atomically
-from powergossip.formatting import spread
+from powergossip.formatting import markdown, spread
 from powergossip.runner.runner import Experiment, Results, Run, Values
 from powergossip.runs import figures
 from powergossip.runs.metrics import last_values, select_rows
@@ -297,12 +297,12 @@ def score(rows: "DataFrame", measure: str, split: str) -> float:
 
 
 def table(file: Path, lines: Table) -> str:
-    """Write a table as CSV, with units in its header, and return its place on a page."""
+    """Write a table as CSV, with units in its header, and return it in Markdown."""
     columns = [_unit_in_header(list(column)) for column in zip(*lines, strict=True)]
+    header, *rows = zip(*columns, strict=True)
     with file.open("w", newline="") as opened:
-        csv.writer(opened, lineterminator="\n").writerows(zip(*columns, strict=True))
-    link = f"[{file.name}]({file.name})"
-    return f"```{{csv-table}}\n:file: {file.name}\n:header-rows: 1\n```\n\n{link}"
+        csv.writer(opened, lineterminator="\n").writerows([header, *rows])
+    return f"{markdown(header, rows)}\n\n[{file.name}]({file.name})"
 
 
 def _unit_in_header(column: list[str]) -> list[str]:

@@ -41,6 +41,7 @@ from powergossip import command_line
 from powergossip.errors import BadInput
 from powergossip.formatting import counted, decimals, plain
 from powergossip.network import cuda_aware_mpi
+from powergossip.network.processes import cores
 
 LENGTH = 100_000  # elements of a message: more than MPI libraries send along with the header
 SMALL, LARGE = 8, 4 * 2**20  # bytes: messages for latency and for bandwidth
@@ -203,7 +204,7 @@ def main(arguments: Sequence[str] = ()) -> None:
     if torch.cuda.is_available():
         device = torch.device("cuda", local.rank % torch.cuda.device_count())
         name = f"{device} ({torch.cuda.get_device_name(device)})"
-    threads = str(max(1, len(os.sched_getaffinity(0)) // local.size))
+    threads = str(max(1, len(cores()) // local.size))
     level = THREAD_LEVELS[MPI.Query_thread()]
     rows = comm.allgather((str(comm.rank), socket.gethostname(), name, threads, level))
     hosts = [row[1] for row in rows]

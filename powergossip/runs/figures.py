@@ -430,7 +430,7 @@ def _label_decades(axis: "Axis") -> None:
         axis.set_major_locator(MaxNLocator(5, min_n_ticks=2))
         axis.set_minor_locator(NullLocator())
     axis.set_minor_formatter(NullFormatter())
-    if decades < 6:
+    if decades < 6 and low >= 1e-4 and high < 1e6:
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 

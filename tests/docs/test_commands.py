@@ -32,6 +32,7 @@ ELSEWHERE = {
     "mine.py": "the reader's own",
     "delayed_switch.py": "needs root and namespaces; emulated_cluster.py starts it",
     "guard.py": "copied into the folder of an experiment, which starts it",
+    "docs.drawings": "has no arguments, and draws",
     "tests/harness/dry_run.py": "started here",
     "tests/harness/failing.py": "started by a test, with a plan",
     "tests/harness/forks.py": "started by every test that starts a program",

@@ -1,5 +1,6 @@
 """Code blocks, links and options of the documentation are right."""
 
+import csv
 import importlib
 import importlib.util
 import re
@@ -11,10 +12,11 @@ import yaml
 
 import powergossip
 import train
-from docs import costs
+from docs import costs, drawings
 from powergossip.benchmark import page as benchmark_page
 from powergossip.benchmark import submissions
 from powergossip.benchmark.tasks import TIERS
+from powergossip.formatting import markdown
 from powergossip.tasks.models import ResNet20
 from tests.harness import launch
 
@@ -123,20 +125,41 @@ def test_old_names_have_new_ones_that_exist() -> None:
         assert hasattr(importlib.import_module(module), name), place
 
 
-def test_mebibytes_beside_the_published_ones_are_those_of_the_costs(tmp_path: Path) -> None:
+def test_mebibytes_beside_the_published_ones_are_those_of_the_costs() -> None:
     """ResNet-20, 49 steps. Published: x once; 12 bytes a value to both neighbors."""
-    costs.write(tmp_path)
     sizes = [p.numel() for p in ResNet20((3, 32, 32), 10).parameters()]
     kept = sum(max(1, int(0.01 * size)) for size in sizes)
     for name, row, published in (
         ("all-reduce", "all-reduce", 4 * sum(sizes)),
         ("CHOCO, top 1 %", "CHOCO or DeepSqueeze, top 1 %", 2 * 12 * kept),
     ):
-        (count,) = re.findall(
-            rf"^\| {row} \| ([\d,]+) \|", (tmp_path / "costs.md").read_text(), re.M
-        )
+        (count,) = re.findall(rf"^\| {row} \| ([\d,]+) \|", costs.table(), re.M)
         both = [49 * sent / 2**20 for sent in (int(count.replace(",", "")), published)]
         assert f"| {name} | {both[0]:.2f} | {both[1]:.2f} |" in PUBLISHED, (name, both)
+
+
+def test_tables_of_pages_follow_from_the_code() -> None:
+    """The last digit of an eigenvalue depends on the processor."""
+    for page, table in [
+        ("choosing", costs.table()),
+        *(("topologies", t) for t in drawings.tables()),
+    ]:
+        text = (DOCS / f"{page}.md").read_text()
+        header, *lines = table.strip().splitlines()
+        found = text[text.find(header) :].split("\n\n")[0].splitlines()
+        assert found[:1] == [header], table
+        for line, expected in zip(found[1:], lines, strict=True):
+            for word, new in zip(line.split(), expected.split(), strict=True):
+                assert word == new or abs(float(word) - float(new)) < 2e-4, table
+    drawn = "".join(path.read_text() for path in drawings.FIGURES.glob("*.svg"))
+    for name in (*drawings.UNDIRECTED, *drawings.DIRECTED, *drawings.TIME_VARYING):
+        assert f">{name}" in drawn, "python -m docs.drawings"
+
+
+def test_tables_of_reports_are_those_of_their_files() -> None:
+    for file in DOCS.glob("results/*/*.csv"):
+        header, *rows = csv.reader(file.open())
+        assert markdown(header, rows) in (file.parent / "report.md").read_text(), file
 
 
 def test_every_report_is_in_the_results_and_has_its_tables_and_at_most_one_picture() -> None:
@@ -154,6 +177,12 @@ def test_files_that_pages_link_exist() -> None:
             if target.startswith(("_generated/", "_tutorials/")):  # by the build
                 continue
             assert (page.parent / target).exists(), (name(page), target)
+
+
+def test_every_extra_is_in_the_page_on_installation() -> None:
+    project = tomllib.loads((launch.ROOT / "pyproject.toml").read_text())["project"]
+    listed = (DOCS / "install.md").read_text().split("## Extras")[1]
+    assert set(re.findall(r"`(\w+)`", listed)) >= project["optional-dependencies"].keys()
 
 
 def test_citation_and_changelog_have_the_version() -> None:

@@ -91,6 +91,8 @@ NAMES_IN_SCRIPTS = (
     "http://www.w3.org/",
     "https://snowballstem.org",
     "https://developer.mozilla.org",
+    "https://clipboardjs.com/",
+    "https://codepen.io/",
 )
 VERSION_WARNING = "https://pydata-sphinx-theme.readthedocs.io/"  # a message of the theme
 

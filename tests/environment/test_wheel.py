@@ -160,7 +160,7 @@ def test_console_scripts_have_help_that_writes_nothing_and_run_from_an_empty_fol
 SHOW = """
 import importlib.metadata, importlib.util, sys
 import powergossip
-print(powergossip.__version__, importlib.metadata.version("decentralized-deep-learning"))
+print(powergossip.__version__, importlib.metadata.version("powergossip"))
 print("torch" in sys.modules)
 print(*sys.path, *(importlib.util.find_spec(m).origin for m in sys.argv[1:]), sep="\\n")
 """
