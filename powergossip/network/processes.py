@@ -66,7 +66,7 @@ class Channel(Protocol):
     Every process starts its messages in the same order, also a process without messages.
 
     Attributes:
-        name: mpi, gloo or nccl.
+        name: mpi, gloo, nccl or internet.
         direct: True if tensors may lie on the GPU. Otherwise they are copied to the host.
         stream_ordered: True if the current stream orders messages with kernels: `start` and `wait`
             return at once, and all steps of a program are started in order.
@@ -94,12 +94,14 @@ class Processes:
         rank, size: Index of this process among all processes, and their number.
         local_rank, local_size: The same among the processes of this host.
         threads: Number of cores of the host for this process.
-        transport: none, mpi, gloo or nccl.
+        transport: none, mpi, gloo, nccl or internet.
+        has_own_files: True if each process has a folder of its own. They have no common one.
         can_be_lost: True if a run goes on when a process ends. `rank` and `size` then change.
     """
 
     transport = "none"
     can_be_lost = False
+    has_own_files = False
 
     def __init__(self) -> None:
         self.rank, self.size = 0, 1
@@ -116,6 +118,11 @@ class Processes:
     def is_first(self) -> bool:
         """True if this process reports for all."""
         return self.rank == 0
+
+    @property
+    def writes(self) -> bool:
+        """True if this process writes the files of a run."""
+        return self.rank == 0 or self.has_own_files
 
     @property
     def is_mpi(self) -> bool:

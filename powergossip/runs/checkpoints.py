@@ -100,7 +100,7 @@ class Checkpoints:
                 )
             except ValueError:
                 with suppress(OSError, ValueError):
-                    if processes.rank == 0 and self._folder_of_last() != name:
+                    if processes.writes and self._folder_of_last() != name:
                         drafts.begin()
                         drafts.remove(name)
                 raise
@@ -111,9 +111,9 @@ class Checkpoints:
         while result is None:
             found = None
             with self._processes.agreed(), _writing(self._folder):
-                if self._processes.rank == 0:
+                if self._processes.writes:
                     found = action()
-            result = self._processes.broadcast(found)
+            result = found if self._processes.has_own_files else self._processes.broadcast(found)
         return result
 
     def describe(self, which: str = "last") -> dict[str, Any] | None:
@@ -254,7 +254,7 @@ class Checkpoints:
             best = entry
         sync_folder(self._folder / name)
         kept = {"last": entry, "best": best}
-        if best in (None, entry):
+        if best in (None, entry) or self._processes.has_own_files:
             kept["before"] = before
         drafts.replace(_INDEX, _as_json(**kept), sync=True)
         named = {one["folder"] for one in kept.values() if one is not None}

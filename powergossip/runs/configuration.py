@@ -49,7 +49,10 @@ METHODS = ("optimizer", f"{OPTION}compressor", "algorithm")  # keys that choose 
 Groups = dict[str, dict[str, tuple[Any, str]]]  # title → key → default and meaning
 Help = Callable[[DictConfig, str], str]  # the text of --help NAME, "" without a name
 # Keys of a process or its host. All others have one value in a run.
-OF_PROCESS = {"data_dir", "data_processes", "device", "download", "log_verbosity", "rank"}
+OF_PROCESS = {
+    *("data_dir", "data_processes", "device", "download", "log_verbosity", "rank"),
+    *("ticket", "ticket_options"),
+}
 
 # An integer for a float, or a tuple for a list, is accepted on purpose.
 warnings.filterwarnings("ignore", message="Implicit conversion from (int to float|tuple to list)")
@@ -261,7 +264,9 @@ class Request:
         with processes.agreed():
             if self.wrong is not None:
                 raise self.wrong
-        values = {"version": version(), "--output-dir": self.folder, **plain(self.config)}
+        values = {"version": version(), **plain(self.config)}
+        if not processes.has_own_files:
+            values["--output-dir"] = self.folder
         check_same(processes, values)
 
 

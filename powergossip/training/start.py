@@ -11,6 +11,7 @@ from powergossip.runs.metrics import Hooks
 from powergossip.runs.output import run_to_resume
 from powergossip.training.config import Settings
 from powergossip.training.config_checks import checked
+from powergossip.training.definition import definition
 from powergossip.training.trainer import Trainer
 
 
@@ -54,15 +55,27 @@ def begin(request: Request) -> NewRun:
     """
     asked, name = request.config, request.folder
     found = processes(
-        asked.distributed_backend, asked.distributed_init_file, asked.rank, asked.n_workers or 1
+        asked.distributed_backend,
+        asked.distributed_init_file,
+        asked.rank,
+        asked.n_workers or 1,
+        asked.ticket,
+        asked.ticket_options,
+        definition(asked) if asked.ticket is not None else "",
     )
+    asked.ticket = None  # a secret, which no file of the run has
     found.set_threads()
     request.check(found)
     with found.agreed():
         settings = checked(asked, found, request.explicit)
     resumed = None
     with found.agreed():
-        if found.rank == 0:
+        if found.writes:
             key = "evaluate_only" if settings.evaluate_only else "resume"
             resumed = run_to_resume(name, getattr(settings, key), key)
-    return NewRun(settings, found, name, found.broadcast(resumed))
+    if found.has_own_files:
+        starts = {"resumed runs": resumed is not None}
+        found.check_same(starts, "{key}: use the same in all processes (process 0 {first}, process {process} {other})")
+    else:
+        resumed = found.broadcast(resumed)
+    return NewRun(settings, found, name, resumed)
