@@ -62,20 +62,27 @@ def processes(
         except BadInput:
             sys.excepthook = _reject
             raise
-        if isinstance(_found, ChildProcess):
-            return _found
-        exits.connect(_found)
-        _found.set_threads()
-        if _found.size > 1:
-            launcher.mark_connected(_found.rank, _found.size, _found.local_rank, _found.local_size)
-            exits.end_together(_found)
-            kernels.agree(_found)
+        use(_found)
     elif backend != "auto" and _found.size > 1 and (backend == "mpi") != _found.is_mpi:
         raise BadInput(
             f"distributed_backend={backend}: this program already uses {_found.transport}; "
             "choose the backend in its first use of processes()"
         )
     return _found
+
+
+def use(found: Processes) -> None:
+    """Make these the processes of this run. All of them call it."""
+    global _found
+    _found = found
+    if isinstance(found, ChildProcess):
+        return
+    exits.connect(found)
+    found.set_threads()
+    if found.size > 1:
+        launcher.mark_connected(found.rank, found.size, found.local_rank, found.local_size)
+        exits.end_together(found)
+        kernels.agree(found)
 
 
 def processes_of(group: Any = None) -> Processes:

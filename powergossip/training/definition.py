@@ -16,7 +16,7 @@ from powergossip.runs import configuration
 from powergossip.runs.configuration import OF_PROCESS
 from powergossip.training.config import Config
 
-# Keys of each machine, beside OF_PROCESS: its files and programs, and where its processes come from.
+# Keys of each machine: those of its process, its files and programs, and its launcher.
 OWN = OF_PROCESS | {
     *("allow_lost_rows", "overwrite", "evaluate_only", "trackers", "tensorboard", "scenario"),
     *("distributed_backend", "distributed_init_file", "record_order"),
@@ -55,7 +55,9 @@ def settings(text: str, allowed: Collection[str] = ()) -> dict[str, Any]:
     known = configuration.structured(Config)
     for key, value in values.items():
         if not re.fullmatch(r"[a-z0-9_]{1,60}", key) or key in OWN:
-            raise BadInput(f"the definition of the run has the key {key!r}, which is never accepted")
+            raise BadInput(
+                f"the definition of the run has the key {key!r}, which is never accepted"
+            )
         if key == "topology" and value not in allowed:
             _check_topology(value)
         for word in _words(value):

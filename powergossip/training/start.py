@@ -75,7 +75,10 @@ def begin(request: Request) -> NewRun:
             resumed = run_to_resume(name, getattr(settings, key), key)
     if found.has_own_files:
         starts = {"resumed runs": resumed is not None}
-        found.check_same(starts, "{key}: use the same in all processes (process 0 {first}, process {process} {other})")
+        found.check_same(
+            starts,
+            "{key}: use the same in all processes (process 0 {first}, process {process} {other})",
+        )
     else:
         resumed = found.broadcast(resumed)
     return NewRun(settings, found, name, resumed)

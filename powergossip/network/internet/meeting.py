@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from powergossip.errors import BadInput, PeerLost
+from powergossip.formatting import counted
 from powergossip.network.internet import tickets
 from powergossip.network.internet.binding import iroh
 from powergossip.network.internet.codec import BadMessage, decoded, encoded
@@ -176,9 +177,7 @@ def _public(record: Record) -> bytes:
 
 def _node(ticket: Ticket, record: Record, options: Options) -> Node:
     port = options.port or record.port
-    return Node(
-        ticket.secret, bytes.fromhex(record.key), port, ticket.relay, options.addresses
-    )
+    return Node(ticket.secret, bytes.fromhex(record.key), port, ticket.relay, options.addresses)
 
 
 async def _ask(node: Node, ticket: Ticket) -> tuple[Link, str]:
@@ -207,7 +206,7 @@ def _host(
         if known:
             node.members = set(known)
         print(
-            f"run {ticket.name}: on each of {ticket.size - 1} other machines, start\n\n"
+            f"{ticket.name}: start this command on {counted(ticket.size - 1, 'other machine')}\n\n"
             f"  powergossip-join {ticket}\n",
             flush=True,
         )
@@ -220,9 +219,7 @@ def _host(
     return node, _begin(node, places)
 
 
-async def _meet(
-    node: Node, ticket: Ticket, definition: str, known: Sequence[bytes]
-) -> list[Place]:
+async def _meet(node: Node, ticket: Ticket, definition: str, known: Sequence[bytes]) -> list[Place]:
     """Let the others in, and send them the places of all when all are ready."""
     ready: dict[bytes, tuple[str, ...]] = {}
     links: dict[bytes, Link] = {}

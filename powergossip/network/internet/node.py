@@ -25,7 +25,7 @@ from powergossip.errors import BadInput, PeerLost
 from powergossip.network.internet import handshake
 from powergossip.network.internet.binding import iroh
 from powergossip.network.internet.handshake import LENGTH
-from powergossip.network.internet.tickets import N0, addresses_of
+from powergossip.network.internet.tickets import MOST, N0, addresses_of
 
 T = TypeVar("T")
 
@@ -282,8 +282,9 @@ class Node:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Addresses IP:PORT of this machine, as it knows them."""
-        return addresses_of(self._endpoint.addr().direct_addresses()[:16])
+        """Addresses IP:PORT of this machine, as it knows them. Without a network, the host's."""
+        found = self._endpoint.addr().direct_addresses()[:MOST]
+        return addresses_of(found or [f"127.0.0.1:{self.port}"])
 
     @property
     def relay(self) -> str:
@@ -321,7 +322,8 @@ class Node:
         link = self._future(key)
         if not link.done():
             dialing = asyncio.ensure_future(self._dial(key))
-            await asyncio.wait({link, dialing}, timeout=PATIENCE)
+            either: set[asyncio.Future[Any]] = {link, dialing}
+            await asyncio.wait(either, timeout=PATIENCE)
             failed = dialing.done() and dialing.exception()
             dialing.cancel()
             if not link.done():
@@ -349,7 +351,7 @@ class Node:
         relay = self._relay if self._relay not in ("", N0) else None
         address = api.EndpointAddr(api.EndpointId.from_bytes(key), relay, list(place))
         while not self._future(key).done():
-            connection = None
+            connection: Any = None
             try:
                 connection = await self._endpoint.connect(address, PROTOCOL)
                 stream = await connection.open_bi()
@@ -410,7 +412,12 @@ class Node:
             link = self._future(key)
             if self.meets and link.done() and not self.arrived.full():
                 self.arrived.put_nowait(link.result())
-        except (TimeoutError, self._iroh.IrohError, handshake.WrongSecret, PermissionError) as error:
+        except (
+            TimeoutError,
+            self._iroh.IrohError,
+            handshake.WrongSecret,
+            PermissionError,
+        ) as error:
             texts: dict[type[BaseException], str] = {
                 handshake.WrongSecret: "wrong secret",
                 PermissionError: "the run has all its machines",

@@ -125,9 +125,7 @@ class InternetProcesses(Processes):
         if self.rank:
             await (await self.link(0)).receive(_VALUES, memory)
         else:
-            await asyncio.gather(
-                *(link.send(_VALUES, memory) for link in await self._links())
-            )
+            await asyncio.gather(*(link.send(_VALUES, memory) for link in await self._links()))
 
     def gather(self, value: T) -> list[T]:
         found = self._wait(self._start(_VALUES, self._gather(_VALUES, encoded(value))))
@@ -201,7 +199,11 @@ class InternetProcesses(Processes):
 
 
 def _view(array: np.ndarray) -> memoryview:
-    return memoryview(bytes_of(array).numpy())
+    return _memory(bytes_of(array))
+
+
+def _memory(octets: Tensor) -> memoryview:
+    return memoryview(octets.numpy())  # type: ignore[arg-type]  # NumPy's stubs know no Buffer
 
 
 def _decoded(link: Link, octets: bytes) -> Any:
@@ -239,12 +241,10 @@ class InternetChannel:
 class _Messages:
     """Messages from and to other processes."""
 
-    def __init__(
-        self, processes: InternetProcesses, incoming: Pieces, outgoing: Pieces, tag: int
-    ):
+    def __init__(self, processes: InternetProcesses, incoming: Pieces, outgoing: Pieces, tag: int):
         self._processes, self._tag = processes, tag
         self._incoming, self._outgoing = (
-            [(process, memoryview(part.numpy())) for process, rows in pieces for part in in_parts(rows)]
+            [(process, _memory(part)) for process, rows in pieces for part in in_parts(rows)]
             for pieces in (incoming, outgoing)
         )
         self._others = {process for process, _ in (*self._incoming, *self._outgoing)}

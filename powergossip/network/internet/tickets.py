@@ -48,10 +48,10 @@ class Ticket:
     relay: str = ""
 
     def __str__(self) -> str:
-        content = [self.name, self.key.hex(), self.secret.hex(), self.size, *self.addresses]
-        text = json.dumps([self.relay, *content]).encode()
-        text += hashlib.sha256(text).digest()[:4]
-        return _PREFIX + base64.urlsafe_b64encode(text).decode().rstrip("=")
+        words = "\n".join([self.name, str(self.size), self.relay, *self.addresses])
+        octets = self.key + self.secret + words.encode()
+        octets += hashlib.sha256(octets).digest()[:4]
+        return _PREFIX + base64.urlsafe_b64encode(octets).decode().rstrip("=")
 
 
 def is_ticket(text: str) -> bool:
@@ -69,12 +69,10 @@ def read(text: str) -> Ticket:
         body, checksum = octets[:-4], octets[-4:]
         if hashlib.sha256(body).digest()[:4] != checksum:
             raise ValueError
-        relay, name, key, secret, size, *addresses = json.loads(body)
-        found = Ticket(
-            name, bytes.fromhex(key), bytes.fromhex(secret), size, addresses_of(addresses), relay
-        )
-        lengths = len(found.key), len(found.secret)
-        if not _NAME.fullmatch(name) or lengths != (LENGTH, LENGTH) or not 2 <= size <= 10**4:
+        name, size, relay, *addresses = body[2 * LENGTH :].decode().split("\n")
+        key, secret = body[:LENGTH], body[LENGTH : 2 * LENGTH]
+        found = Ticket(name, key, secret, int(size), addresses_of(addresses), relay)
+        if not _NAME.fullmatch(name) or not 2 <= found.size <= 10**4:
             raise ValueError
         return found
     except (ValueError, TypeError) as error:
@@ -87,7 +85,7 @@ def read(text: str) -> Ticket:
 
 def addresses_of(values: Iterable[Any]) -> tuple[str, ...]:
     """Addresses IP:PORT. Raises ValueError for others, and for too many."""
-    found = []
+    found: list[str] = []
     for value in values:
         host, _, port = str(value).rpartition(":")
         ipaddress.ip_address(host.strip("[]"))
