@@ -3,7 +3,7 @@
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from operator import is_
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,13 @@ _known: list[tuple[tuple[Any, ...], Processes]] = []  # groups and communicators
 
 
 def processes(
-    backend: str = "auto", file: str | None = None, rank: int = 0, size: int = 1
+    backend: str = "auto",
+    file: str | None = None,
+    rank: int = 0,
+    size: int = 1,
+    ticket: str | None = None,
+    ticket_options: Mapping[str, Any] | None = None,
+    definition: str = "",
 ) -> Processes:
     """The processes of this run. The first call finds them, and connects them if they are several.
 
@@ -38,6 +44,10 @@ def processes(
             mpirun, whose processes then exchange their addresses by MPI.
         file: A file in a common folder, where processes that no launcher has started find each
             other: this one has index `rank` of `size`.
+        ticket: "new", a ticket, or the name of a run, for processes on machines anywhere. A new run
+            has `size` machines.
+        ticket_options: See internet.meeting.Options.
+        definition: Text of the first machine, for the others.
 
     Raises:
         BadInput: For several processes without a connection: each would carry out the run alone.
@@ -45,24 +55,34 @@ def processes(
     global _found
     if _found is None:
         try:
-            _found = _find(backend, file, rank, size)
+            if ticket is None:
+                _found = _find(backend, file, rank, size)
+            else:
+                _found = _by_ticket(backend, ticket, size, ticket_options or {}, definition)
         except BadInput:
             sys.excepthook = _reject
             raise
-        if isinstance(_found, ChildProcess):
-            return _found
-        exits.connect(_found)
-        _found.set_threads()
-        if _found.size > 1:
-            launcher.mark_connected(_found.rank, _found.size, _found.local_rank, _found.local_size)
-            exits.end_together(_found)
-            kernels.agree(_found)
+        use(_found)
     elif backend != "auto" and _found.size > 1 and (backend == "mpi") != _found.is_mpi:
         raise BadInput(
             f"distributed_backend={backend}: this program already uses {_found.transport}; "
             "choose the backend in its first use of processes()"
         )
     return _found
+
+
+def use(found: Processes) -> None:
+    """Make these the processes of this run. All of them call it."""
+    global _found
+    _found = found
+    if isinstance(found, ChildProcess):
+        return
+    exits.connect(found)
+    found.set_threads()
+    if found.size > 1:
+        launcher.mark_connected(found.rank, found.size, found.local_rank, found.local_size)
+        exits.end_together(found)
+        kernels.agree(found)
 
 
 def processes_of(group: Any = None) -> Processes:
@@ -190,6 +210,20 @@ def _by_torch(
     return _group_processes(groups.group_under_mpi(mpi_processes), backend)
 
 
+def _by_ticket(
+    backend: str, ticket: str, size: int, options: Mapping[str, Any], definition: str
+) -> Processes:
+    """The processes of machines that meet with a ticket."""
+    from powergossip.network.internet import meeting
+    from powergossip.network.internet.processes import InternetProcesses
+
+    if backend != "auto" or launcher.has_started_this():
+        raise BadInput("ticket: start one process on each machine, with distributed_backend=auto")
+    given = meeting.Options.of(options)
+    node, keys, known = meeting.connect(ticket, size, given, definition)
+    return InternetProcesses(node, keys, known.name)
+
+
 def _check_launch(backend: str) -> None:
     """Raise BadInput if a launcher has started several processes."""
     for name, starter in (("WORLD_SIZE", "a launcher"), (launcher.SLURM, "srun")):
@@ -218,7 +252,10 @@ def _reject(kind: type[BaseException], error: BaseException, trace: Any) -> None
 
 
 def command(found: Processes) -> str:
-    """The beginning of a command that starts a Python program in as many processes."""
+    """The beginning of a command that starts a Python program in as many processes, or with a
+    ticket, this machine's."""
+    if found.has_own_files:
+        return f"powergossip-join {found.name}"
     if launcher.TORCHRUN in os.environ:
         return f"torchrun --nproc-per-node {found.local_size}"
     if "OMPI_COMM_WORLD_SIZE" in os.environ:

@@ -5,7 +5,7 @@ A state is a tree of dicts and lists. Its tensors with an axis are [worker, ...]
 worker that the process hosts. Its other leaves (numbers, strings, None, tensors without an axis)
 are the same in all processes. Each process writes a part with its workers' rows. A process that
 loads the state of a worker reads the worker's rows from the part that contains them. All processes
-must see the same folder::
+must see the same folder, unless `has_own_files`: then each has an index and its part::
 
     OUTPUT_DIR/checkpoints/
         index.json                the checkpoints that are kept, and their parts
@@ -100,7 +100,7 @@ class Checkpoints:
                 )
             except ValueError:
                 with suppress(OSError, ValueError):
-                    if processes.rank == 0 and self._folder_of_last() != name:
+                    if processes.writes and self._folder_of_last() != name:
                         drafts.begin()
                         drafts.remove(name)
                 raise
@@ -111,18 +111,41 @@ class Checkpoints:
         while result is None:
             found = None
             with self._processes.agreed(), _writing(self._folder):
-                if self._processes.rank == 0:
+                if self._processes.writes:
                     found = action()
-            result = self._processes.broadcast(found)
+            result = found if self._processes.has_own_files else self._processes.broadcast(found)
         return result
 
     def describe(self, which: str = "last") -> dict[str, Any] | None:
         """Return step, score and facts of a checkpoint; None without one."""
+        own = which if (found := self._name(which)) is None else found
         entry = None
         with self._processes.agreed():
-            if self._processes.rank == 0:
-                entry = self._entry(which)
-        return self._processes.broadcast(entry)
+            if self._processes.writes:
+                entry = self._entry(own)
+        return entry if self._processes.has_own_files else self._processes.broadcast(entry)
+
+    def _name(self, which: str) -> str | None:
+        """The name, in the own index, of a checkpoint that all processes have: `which`, and for the
+        last one, which some have published and others not, the last that all have.
+
+        Raises BadInput if there is none, although some have checkpoints.
+        """
+        if not self._processes.has_own_files:
+            return which
+        with self._processes.agreed():
+            steps = {name: e["step"] for name, e in self._index().items() if e is not None}
+        everywhere = self._processes.gather(steps)
+        common = set.intersection(*(set(of.values()) for of in everywhere))
+        wanted = max(common, default=None) if which == "last" else everywhere[0].get(which)
+        if wanted in common:
+            return min(name for name in steps if steps[name] == wanted)
+        if which == "last" and any(everywhere):
+            raise BadInput(
+                f"{self._folder}: no step has a checkpoint on all machines (steps by process: "
+                f"{[sorted({*of.values()}) for of in everywhere]}); {_REMEDY}"
+            )
+        return None
 
     def intact(self, which: str, others: bool = False) -> tuple[str, dict[str, Any]]:
         """Return name and description of an intact checkpoint: `which`, or if `others`, one in its
@@ -132,12 +155,12 @@ class Checkpoints:
         """
         first = None
         for name in (which, *(name for name in _KEPT if others and name != which)):
-            entry = self.describe(name)
-            damage = None if entry is None else self._damage(name)
+            entry, own = self.describe(name), self._name(name)
+            damage = None if entry is None or own is None else self._damage(own)
             if entry is not None and damage is None:
                 if first is not None and self._processes.is_first:
                     print(f"{first}; the run goes on from the checkpoint of step {entry['step']}")
-                return name, entry
+                return own or name, entry
             first = first or damage
         raise BadInput(f"{first}; {_REMEDY}")
 
@@ -146,7 +169,8 @@ class Checkpoints:
         with self._processes.agreed():
             parts = list(self._parts(which))
         damage = None
-        for _, read in parts[self._processes.rank :: self._processes.size]:
+        rank, size = self._processes.rank, self._processes.size
+        for _, read in parts[rank::size] if not self._processes.has_own_files else parts[rank:][:1]:
             damage = damage or _damage_of(*read.args)
         return next(filter(None, self._processes.everywhere(damage)), None)
 
@@ -254,7 +278,7 @@ class Checkpoints:
             best = entry
         sync_folder(self._folder / name)
         kept = {"last": entry, "best": best}
-        if best in (None, entry):
+        if best in (None, entry) or self._processes.has_own_files:
             kept["before"] = before
         drafts.replace(_INDEX, _as_json(**kept), sync=True)
         named = {one["folder"] for one in kept.values() if one is not None}

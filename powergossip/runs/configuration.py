@@ -46,7 +46,10 @@ if TYPE_CHECKING:
 OPTION = "optimizer_"  # of keys of options of methods
 METHODS = ("optimizer", f"{OPTION}compressor", "algorithm")  # keys that choose these options
 # Keys of a process or its host. All others have one value in a run.
-OF_PROCESS = {"data_dir", "data_processes", "device", "download", "log_verbosity", "rank"}
+OF_PROCESS = {
+    *("data_dir", "data_processes", "device", "download", "log_verbosity", "rank"),
+    *("ticket", "ticket_options"),
+}
 
 # An integer for a float, or a tuple for a list, is accepted on purpose.
 warnings.filterwarnings("ignore", message="Implicit conversion from (int to float|tuple to list)")
@@ -252,7 +255,9 @@ class Request:
         with processes.agreed():
             if self.wrong is not None:
                 raise self.wrong
-        values = {"version": version(), "--output-dir": self.folder, **plain(self.config)}
+        values = {"version": version(), **plain(self.config)}
+        if not processes.has_own_files:
+            values["--output-dir"] = self.folder
         check_same(processes, values)
 
 

@@ -154,6 +154,11 @@ class RunKeys:
     distributed_init_file: str | None = None  # a new file in a common folder, in which n_workers
     #   processes find each other, with gloo or nccl and without a launcher
     rank: int = 0  # index of this process, with distributed_init_file
+    ticket: str | None = None  # of processes on machines anywhere: new, which prints a ticket for
+    #   n_workers machines, or the ticket, or the name of a run that this machine has joined
+    ticket_options: dict[str, Any] = field(default_factory=dict)  # of this machine: {port: UDP
+    #   port}, and of the first one {addresses: [IP:PORT]} behind a router, {relay: URL} of your
+    #   own, or {relay: n0}
     all_reduce: str = "own"  # own: the same bits with any backend, native: the library's
 
 

@@ -101,7 +101,7 @@ def checked(
     _resolve_method(c, given, explicit or (), warn=processes.rank == 0)
     batches = c.options.get("num_batches_per_step", 1)
     checks.at_least_one(f"{PREFIX}num_batches_per_step", batches)
-    if processes.rank == 0 and not c.evaluate_only:
+    if processes.writes and not c.evaluate_only:
         trackers.check(vars(c))
     if c.optimizer in torch_powersgd.HOOKS and not c.evaluate_only:
         with errors_name_keys(c.optimizer):

@@ -115,7 +115,7 @@ class Execution:
 
     def end(self, last: Callable[[], None]) -> None:
         """Call a last action, such as a figure, in one process, and wait for it."""
-        if self.view.processes.rank == 0:
+        if self.view.processes.writes:
             last()
 
     def close(self) -> None:

@@ -40,7 +40,7 @@ class Rows:
     @property
     def are_written(self) -> bool:
         """True if the hooks of this process receive the rows."""
-        return self._network.processes.rank == 0
+        return self._network.processes.writes
 
     def __call__(self, name: str, value: float, epoch: int, **tags: Any) -> None:
         """Log a row on process 0."""

@@ -91,7 +91,7 @@ class Recorder:
         c, run, processes = trainer.config, self._run, trainer.processes
         with processes.agreed():
             check_rest(c, trainer.step, trainer.position[:2], trainer.workers_before)
-            if processes.rank == 0:
+            if processes.writes:
                 offset = None if run.resumed is None else trainer.metrics_bytes
                 allowed, index = c.allow_lost_rows, processes.index
                 self.output = Output(run.name, c.as_dict(), offset, allowed, index)
@@ -99,7 +99,7 @@ class Recorder:
                     kept = Checkpoints(self.output.folder, processes)
                     kept.return_to(trainer.restored, c.checkpoint)
         own = None if self.output is None else (self.output.folder, self.output.lost_rows)
-        found = processes.broadcast(own)
+        found = own if processes.has_own_files else processes.broadcast(own)
         if found is None:
             text = "the process that prepares the output folder was lost before the first step"
             raise Stopped(text)
@@ -205,7 +205,7 @@ def evaluate(run: NewRun, hooks: Hooks) -> None:
     trainer = run.trainer(replace(hooks, log_metric=metric))
     trainer.evaluate()
     trainer.close()
-    if run.processes.rank == 0:
+    if run.processes.writes:
         print(
             f"The {run.config.checkpoint} checkpoint of {run.evaluated}, after step {trainer.step}"
         )

@@ -11,7 +11,13 @@ from powergossip.runs.metrics import Hooks
 from powergossip.runs.output import run_to_resume
 from powergossip.training.config import Settings
 from powergossip.training.config_checks import checked
+from powergossip.training.definition import definition
 from powergossip.training.trainer import Trainer
+
+OF_FOLDERS = (
+    "{key}: process 0 has a run to resume ({first}), and process {process} ({other}); give all of "
+    "them their folders of this run with --output-dir"
+)
 
 
 @dataclass(frozen=True)
@@ -42,7 +48,10 @@ class NewRun:
 
     def command(self, program: str, folder: Path) -> str:
         """The command that resumes the run."""
-        start = f"{launch.command(self.processes)} {shlex.quote(os.path.relpath(program))}"
+        if self.processes.has_own_files:
+            start = launch.command(self.processes)
+        else:
+            start = f"{launch.command(self.processes)} {shlex.quote(os.path.relpath(program))}"
         return f"{start} --output-dir {shlex.quote(str(folder))} resume=true"
 
 
@@ -54,15 +63,30 @@ def begin(request: Request) -> NewRun:
     """
     asked, name = request.config, request.folder
     found = processes(
-        asked.distributed_backend, asked.distributed_init_file, asked.rank, asked.n_workers or 1
+        asked.distributed_backend,
+        asked.distributed_init_file,
+        asked.rank,
+        asked.n_workers or 1,
+        asked.ticket,
+        asked.ticket_options,
+        definition(asked) if asked.ticket is not None else "",
     )
+    asked.ticket = None  # a secret, which no file of the run has
     found.set_threads()
     request.check(found)
     with found.agreed():
         settings = checked(asked, found, request.explicit)
     resumed = None
     with found.agreed():
-        if found.rank == 0:
+        if found.writes:
             key = "evaluate_only" if settings.evaluate_only else "resume"
             resumed = run_to_resume(name, getattr(settings, key), key)
-    return NewRun(settings, found, name, found.broadcast(resumed))
+    if found.has_own_files:
+        starts = {"resumed runs": resumed is not None}
+        found.check_same(
+            starts,
+            "{key}: use the same in all processes (process 0 {first}, process {process} {other})",
+        )
+    else:
+        resumed = found.broadcast(resumed)
+    return NewRun(settings, found, name, resumed)

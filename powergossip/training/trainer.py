@@ -132,7 +132,7 @@ class Trainer:
         save = partial(self._save, checkpoints, metrics_offset)
         if save_first:
             save(position)
-        shown = self.processes.rank == 0 and c.log_verbosity > 0
+        shown = self.processes.writes and c.log_verbosity > 0
         tokens = c.n_workers * getattr(self.task, "tokens_in_batch", 0)
         bar = Progress(c.num_epochs * self.steps_per_epoch, self.step, shown, tokens)
         patience = None if self._built.transport in ("none", "mpi") else PATIENCE
@@ -190,7 +190,7 @@ class Trainer:
             with self.clock("evaluation"), precision.not_compiled(c.torch_compile):
                 shown, score = self.evaluation(epoch, self.step, sums)
             bar.note(shown)
-            if c.log_verbosity > 1 and self.processes.rank == 0:
+            if c.log_verbosity > 1 and self.processes.writes:
                 bar.write(f"epoch {epoch}: {shown}")
         if epoch in c.spectrum_logging_epochs:
             self.evaluation.log_spectra(epoch)

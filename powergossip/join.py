@@ -1,0 +1,85 @@
+"""Train on machines anywhere:  powergossip-join new --workers 4 --config FILE.yaml
+
+The first machine prints a ticket and waits for the others:
+
+    powergossip-join new --workers N [--config FILE.yaml] [key=value ...]   on the first machine
+    powergossip-join TICKET [--output-dir DIR] [key=value ...]              on each of the others
+
+All other arguments are those of train.py. A machine that joins gets the settings of the run from
+the first one and prints them. It accepts no settings that may be code or files of its own, unless
+they are given here: --allow VALUE. Keys of one machine such as device and data_dir are its own.
+
+Each machine has all rows of the run in its own output folder, and the checkpoints of its own
+worker. After an interruption, every machine starts again with the name of the run, its folder and
+resume=true: first the first one, then the others.
+
+    powergossip-join NAME --output-dir DIR resume=true
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from powergossip.errors import BadInput
+from powergossip.runs import configuration
+
+
+def main(arguments: Sequence[str] | None = None) -> Path:
+    """Run with these arguments. Returns the folder of the run on this machine."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if not given or given[0] in ("-h", "--help"):
+        print(__doc__)
+        sys.exit(0)
+    ticket, rest = given[0], given[1:]
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--workers")
+    parser.add_argument("--allow", action="append", default=[])
+    parser.add_argument("--output-dir")
+    try:
+        options, rest = parser.parse_known_args(rest)
+    except argparse.ArgumentError as error:
+        raise BadInput(str(error)) from error
+    if ticket == "new" and options.workers is None:
+        raise BadInput("new: use --workers N, the number of machines, with it")
+    rest += [f"ticket={ticket}"]
+    rest += [f"n_workers={options.workers}"] if options.workers is not None else []
+
+    import train
+
+    with configuration.imports():
+        from powergossip.network.internet import meeting
+        from powergossip.training.definition import settings, shown
+
+    if not meeting.is_first(ticket):
+        asked = meeting.ask(ticket, meeting.Options.of(_ticket_options(rest)))
+        name = asked.ticket.name
+        try:
+            found = settings(asked.definition, options.allow)
+        except BadInput:
+            asked.leave("it does not accept the definition")
+            raise
+        print(f"run {name}, defined by the first machine:\n{shown(found)}\n", flush=True)
+        for key, value in found.items():
+            train.config[key] = value
+        options.output_dir = options.output_dir or str(Path("output") / name)
+    rest += ["--output-dir", options.output_dir] if options.output_dir else []
+    return train.main(rest)
+
+
+def _ticket_options(arguments: Sequence[str]) -> dict[str, object]:
+    """The key ticket_options of a command line."""
+    from powergossip.training.config import Config
+
+    config = configuration.structured(Config)
+    configuration.read_command_line(config, list(arguments), "")
+    return dict(configuration.plain(config)["ticket_options"])
+
+
+def command() -> None:
+    """Run as a program; bad input is one sentence, exit code 2."""
+    configuration.run_entry_point(main)
+
+
+if __name__ == "__main__":
+    command()

@@ -1,0 +1,26 @@
+"""Processes on machines anywhere, which find each other with a ticket and talk by QUIC.
+
+Modules::
+
+    binding.py     the package iroh, with one repair
+    codec.py       values as bytes, without pickle
+    tickets.py     tickets, and the files of a machine
+    handshake.py   the proof that both ends know the ticket's secret
+    node.py        connections to other machines, and messages
+    meeting.py     how machines join a run
+    processes.py   the processes of a run, their agreements and messages
+
+What is promised, and to whom:
+
+- Only who knows the ticket's secret takes part, and only until the run has its machines. From then
+  on, only the keys of these machines are let in. Both ends of a connection prove the secret, with
+  fresh random numbers and the keys of the encrypted connection. A recorded handshake is useless.
+- A stranger can slow down that machines join, and nothing else: before the proof, a machine reads
+  96 bytes at most, for ten seconds at most, of 32 connections at the same time.
+- Everything that arrives has a length that is known before, or a limit. Memory is reserved as bytes
+  arrive. Values are JSON and arrays of numbers: neither code nor paths come over the wire, and
+  nothing is unpickled. The keys of a run that a joiner accepts are in powergossip/join.py.
+- The machines of a run trust each other: one that sends wrong numbers spoils the model. One that
+  sends nothing for 30 s, or another length than is due, ends the run with a sentence.
+- Servers of others see nothing: without the option `relay`, messages go directly.
+"""

@@ -1,0 +1,108 @@
+"""Values as bytes: JSON, with arrays and tensors behind it. Nothing that arrives is executed."""
+
+import json
+import struct
+from collections.abc import Iterator
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_LENGTH = struct.Struct("<Q")  # bytes of the JSON text
+_DTYPES = {
+    str(np.dtype(kind)): np.dtype(kind)
+    for kind in ("?", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8")
+}
+
+
+class BadMessage(ValueError):
+    """Bytes that are no value of this module."""
+
+
+def encoded(value: Any) -> bytes:
+    """A value of None, numbers, texts, lists, tuples, sets, dictionaries, arrays and tensors."""
+    arrays: list[np.ndarray] = []
+    text = json.dumps(_marked(value, arrays)).encode()
+    return b"".join((_LENGTH.pack(len(text)), text, *(array.tobytes() for array in arrays)))
+
+
+def decoded(octets: bytes) -> Any:
+    """The value of these bytes. Raises BadMessage."""
+    try:
+        (length,) = _LENGTH.unpack_from(octets)
+        text, rest = octets[_LENGTH.size :][:length], memoryview(octets)[_LENGTH.size + length :]
+        arrays = _Reader(rest)
+        value = _unmarked(json.loads(text), arrays)
+        if len(text) != length or arrays.rest:
+            raise BadMessage("the length is wrong")
+        return value
+    except BadMessage:
+        raise
+    except (ValueError, TypeError, LookupError, RecursionError, struct.error) as error:
+        raise BadMessage(f"{type(error).__name__}: {error}") from None
+
+
+def _marked(value: Any, arrays: list[np.ndarray]) -> Any:
+    """A tree for JSON, in which containers are {name of the type: content}."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, list | tuple | set):
+        return {type(value).__name__: [_marked(entry, arrays) for entry in value]}
+    if isinstance(value, dict):
+        return {"dict": [[_marked(k, arrays), _marked(v, arrays)] for k, v in value.items()]}
+    kind = "array"
+    if isinstance(value, range):
+        return {"range": [value.start, value.stop, value.step]}
+    if isinstance(value, Tensor):
+        kind, value = "tensor", value.detach().cpu()
+        if value.dtype == torch.bfloat16:
+            kind, value = "bfloat16", value.view(torch.int16)
+        value = value.numpy()
+    if isinstance(value, np.ndarray) and str(value.dtype) in _DTYPES:
+        arrays.append(value)
+        return {kind: [str(value.dtype), *value.shape]}
+    raise TypeError(f"a {type(value).__name__} is not sent to other machines")
+
+
+class _Reader:
+    """Arrays, one behind the other."""
+
+    def __init__(self, rest: memoryview):
+        self.rest = rest
+
+    def take(self, dtype: str, *shape: int) -> np.ndarray:
+        kind = _DTYPES[dtype]
+        if any(type(axis) is not int or axis < 0 for axis in shape):
+            raise BadMessage("a shape is wrong")
+        length = prod(shape) * kind.itemsize
+        if length > len(self.rest):
+            raise BadMessage("an array is missing")
+        taken, self.rest = self.rest[:length], self.rest[length:]
+        return np.frombuffer(taken, dtype=kind).reshape(shape).copy()
+
+
+def _unmarked(tree: Any, arrays: _Reader) -> Any:
+    if not isinstance(tree, dict):
+        if isinstance(tree, list):
+            raise BadMessage("a list is not marked")
+        return tree
+    ((kind, content),) = tree.items()
+    if kind in ("array", "tensor", "bfloat16"):
+        array = arrays.take(*content)
+        if kind == "array":
+            return array
+        tensor = torch.from_numpy(array)
+        return tensor.view(torch.bfloat16) if kind == "bfloat16" else tensor
+    if kind == "range":
+        return range(*content)
+    entries: Iterator[Any]
+    if kind == "dict":
+        return {_unmarked(k, arrays): _unmarked(v, arrays) for k, v in content}
+    if kind not in ("list", "tuple", "set"):
+        raise BadMessage(f"{kind!r} is no type")
+    entries = (_unmarked(entry, arrays) for entry in content)
+    return {"list": list, "tuple": tuple, "set": set}[kind](entries)
