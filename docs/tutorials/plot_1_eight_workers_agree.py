@@ -63,7 +63,7 @@ for graph in GRAPHS:
 FRAMES = 4  # of a step
 figure, panels = plt.subplots(
     ncols=3,
-    figsize=(9, 3.4),
+    figsize=(6.4, 2.7),
     gridspec_kw={"left": 0, "right": 1, "bottom": 0, "top": 0.86, "wspace": 0},
     label="pies of weights on three graphs",
 )

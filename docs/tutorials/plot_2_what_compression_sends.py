@@ -98,10 +98,10 @@ def error(matrix):
     return float((D - matrix).norm() / D.norm())
 
 
-figure, panels = plt.subplots(2, 4, figsize=(9, 5))
+figure, panels = plt.subplots(2, 4, figsize=(6.2, 4))
 for panel, (name, (matrix, bits)) in zip(panels.flat, messages.items(), strict=True):
     shown = panel.imshow(matrix, cmap="RdBu_r", vmin=-0.3, vmax=0.3)
-    panel.set(title=name, xlabel=f"{bits / 1000:.1f} kbit, error {error(matrix):.2f}")
+    panel.set(title=name, xlabel=f"{bits / 1000:.1f} kbit\nerror {error(matrix):.2f}")
     panel.set(xticks=[], yticks=[])
 figure.colorbar(shown, ax=panels, label="element of the matrix", shrink=0.7)
 plt.show()

@@ -78,7 +78,7 @@ def path(rule, steps=300):
 # the common optimum, the cross. Gradient tracking and exact diffusion correct each step, so that
 # all workers come to rest at the cross.
 
-figure, panels = plt.subplots(1, 3, figsize=(9, 3.8), sharex=True, sharey=True)
+figure, panels = plt.subplots(1, 3, figsize=(6.4, 3.1), sharex=True, sharey=True)
 for panel, rule in zip(panels, RULES, strict=True):
     plane, points = Plane(), path(rule)
     for worker, color in enumerate(COLORS):
