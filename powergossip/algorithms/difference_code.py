@@ -231,9 +231,7 @@ class DifferenceCode:
         mean = squares / self._lengths * (step / 8).square()
         before = state[..., :-2]
         sizes = before + torch.frexp(mean)[1] // 2
-        # A part that is 0 may be in blocks that were left out.
-        smaller = before - 3 * (failed == 0)[..., None]
-        sizes = torch.where(mean > 0, torch.maximum(sizes, before - 1), smaller)
+        sizes = torch.where(mean > 0, torch.maximum(sizes, before - 1), before - 3)
         sizes = torch.maximum(sizes, sizes.amax(-1, keepdim=True) - _APART).clamp_(min=-2 * _LEAST)
         peak, good = k.abs().amax(-1), failed == 0
         mean_square = k.double().square().sum(-1) / self.elements

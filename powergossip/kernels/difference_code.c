@@ -202,7 +202,7 @@ static void follow(const Code *c, i64 *state, const double *squares, Found found
     for (i64 p = 0; p < c->parts && !found.skip; p++) {
         const double mean = squares[p] / (double)c->length[p] * (step * step);
         const i64 size = state[p] + (exponent(mean) >> 1);
-        const i64 least = state[p] - (mean > 0 ? 1 : 3 * good);
+        const i64 least = state[p] - (mean > 0 ? 1 : 3);
         state[p] = mean > 0 && size > least ? size : least;
         largest = state[p] > largest ? state[p] : largest;
     }

@@ -13,7 +13,7 @@ from powergossip.algorithms.directions import EdgeConstants
 from powergossip.algorithms.power_gossip import PowerGossip
 from powergossip.network import Conversation, Network, ToEach
 from powergossip.parameters import Layout
-from tests.harness.averaging import alone, graph, variance
+from tests.harness.averaging import alone, graph, start, variance
 
 LENGTHS = (40, 3, 90, 17)
 SHAPES = [(40, 30), (20, 25), (17,), (9,)]
@@ -259,18 +259,36 @@ def test_variance_stays_bounded_in_5000_steps(topology: str) -> None:
     assert largest[4] < 1.5 * largest[32]
 
 
-def test_each_round_of_a_topology_has_its_own_ranges() -> None:
-    """With an odd number of workers, one of them has no neighbor in a round."""
-    network, layout = (
-        Network(topologies.make("round-robin", 5), dtype=torch.float64),
-        Layout(SHAPES),
-    )
-    gossip = algorithms.make("power-gossip", network, layout, bits=6)
-    x = torch.randn(5, layout.size, dtype=torch.float64)
-    mean = x.mean(0)
-    for _ in range(25):
-        network.run(gossip.step(x))
-        torch.testing.assert_close(x.mean(0), mean, rtol=0, atol=1e-9)
+def test_16_bits_are_nearly_whole_messages() -> None:
+    """With a round of its own for each pair, in which the third worker has no neighbor."""
+    found, layout = [], Layout([(12, 10), (5, 9), (7,)])
+    for bits in (16, 32):
+        network = Network(topologies.make("round-robin", 3), dtype=torch.float64)
+        gossip = algorithms.make("power-gossip", network, layout, bits=bits)
+        x = torch.zeros(3, layout.size, dtype=torch.float64)
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(10):
+            x += torch.randn(x.shape, dtype=torch.float64, generator=generator)
+            mean = x.mean(0)
+            network.run(gossip.step(x))
+            torch.testing.assert_close(x.mean(0), mean, rtol=0, atol=1e-12)
+        found.append(x - mean)
+    assert (found[0] - found[1]).norm() < 2e-3 * found[1].norm()
+
+
+def test_each_message_has_its_own_random_numbers() -> None:
+    """Also of what is not compressed: the same vectors, with the same ranges."""
+    network, layout = alone("ring", 4), Layout(SHAPES)
+    gossip = algorithms.make("power-gossip", network, layout, bits=4)
+    x, ranges, sent = start(4, layout), [], []
+    for t in range(5):
+        if t >= 3:
+            ranges = ranges or gossip.ranges()
+            gossip.load_ranges(ranges)
+            *_, rest = gossip.messages(x, 0)
+            sent.append(rest.tensor.clone())
+        network.run(gossip.step(x.clone()))
+    assert not torch.equal(*sent)
 
 
 def test_a_checksum_finds_wraps_in_opposite_directions() -> None:
