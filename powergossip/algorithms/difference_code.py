@@ -298,7 +298,9 @@ class DifferenceCode:
 
     def _loops(self, library: kernels.Kernels) -> "_Loops":
         edges = self._edges
-        arrays = [self._lengths, self._order, self._signs, edges.sign, edges.absent, edges.key]
+        orders = self._order.int(), self._back.int()
+        signs = self._signs.float()
+        arrays = [self._lengths, *orders, signs, edges.sign, edges.absent, edges.key]
         arrays = [array.contiguous() for array in (*arrays, self.state, self._counts)]
         structure = _Code(
             *(edges.key.numel(), self._shape[2], len(self._lengths), self.elements),
@@ -314,7 +316,8 @@ class _Code(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("edges", "slots", "parts", "elements")),
         *((name, ctypes.c_int64) for name in ("bits", "size", "first")),
-        *((name, ctypes.c_void_p) for name in ("length", "order", "flip", "sign", "absent", "key")),
+        *((name, ctypes.c_void_p) for name in ("length", "order", "back", "flip")),
+        *((name, ctypes.c_void_p) for name in ("sign", "absent", "key")),
         *((name, ctypes.c_void_p) for name in ("state", "counts")),
     )
 
