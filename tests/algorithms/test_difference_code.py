@@ -144,50 +144,39 @@ def test_compiled_loops_give_the_same_bits(lengths: tuple[int, ...], bits: int) 
     assert int(codes[0].skipped) > 0
 
 
-def factors(case: str, t: int) -> Tensor:
-    """Of the differences of four parts in message t."""
-    all_, part, none = torch.ones(4), torch.tensor([1.0, 0, 0, 0]), torch.zeros(4)
-    if case == "grow":
-        return all_ * (1e6 if t >= 40 else 1)
-    if case == "shrink":
-        return all_ * (1e-4 if t >= 40 else 1)
-    if case == "part grows":
-        return all_ + part * (1e4 if t >= 40 else 0)
-    if case == "part shrinks":
-        return all_ - part * (1 - 1e-3 if t >= 40 else 0)
-    if case in ("part begins", "part begins early"):
-        return all_ - part * (t < (40 if case == "part begins" else 2))
-    if case == "part was small":
-        return all_ - part * (1 - 1e-7 if t < 40 else 0)
-    if case == "agreement":
-        return none if 1 < t < 40 else all_
-    if case == "long agreement":
-        return none if 1 < t < 300 else all_
-    return all_
-
-
-# Messages from a change to three differences in a row that are found, with 4 and 8 bits.
+# Sizes of the first of four parts and of others until a message and from it on, that message, and
+# the number of further ones until differences are found, with 4 and 8 bits.
 FOLLOWS = {
-    "alike": (0, 0), "grow": (13, 13), "shrink": (12, 20), "part grows": (8, 9),
-    "part shrinks": (14, 15), "part begins": (8, 8), "part was small": (8, 8),
-    "part begins early": (8, 8), "agreement": (32, 36), "long agreement": (36, 34),
-}  # fmt: skip
+    "alike": ((1, 1), (1, 1), 2, (0, 0)),
+    "grow": ((1, 1), (1e6, 1e6), 40, (13, 13)),
+    "shrink": ((1, 1), (1e-4, 1e-4), 40, (12, 20)),
+    "part grows": ((1, 1), (1e4, 1), 40, (8, 9)),
+    "part shrinks": ((1, 1), (1e-3, 1), 40, (14, 15)),
+    "part was small": ((1e-7, 1), (1, 1), 40, (8, 8)),
+    "part begins": ((0, 1), (1, 1), 40, (8, 8)),
+    "part begins early": ((0, 1), (1, 1), 2, (8, 8)),
+    "agreement": ((0, 0), (1, 1), 40, (32, 36)),
+    "long agreement": ((0, 0), (1, 1), 300, (36, 34)),
+}
 
 
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("case", FOLLOWS)
 def test_ranges_follow_differences(case: str, bits: int) -> None:
-    (code, network), lengths = long_code(bits), torch.tensor([400, 30, 300, 70])
-    start = {"alike": 2, "part begins early": 2, "long agreement": 300}.get(case, 40)
-    generator, found = torch.Generator().manual_seed(0), []
-    parts = slice(400) if case.startswith("part") else slice(None)
-    for t in range(start + FOLLOWS[case][bits == 8] + 3):
+    (code, network), generator, found = long_code(bits), torch.Generator().manual_seed(0), []
+    before, after, change, limits = FOLLOWS[case]
+    parts, limit = slice(400 if "part" in case else None), limits[bits == 8]
+    for t in range(change + limit + 3):
+        start_apart = "agreement" in case and t < 2
+        first, others = after if t >= change or start_apart else before
         common, own = (torch.randn(n, 800, generator=generator) for n in (1, 3))
-        x = common + own * factors(case, t).repeat_interleave(lengths)
+        own[:, :400] *= first
+        own[:, 400:] *= others
+        x = common + own
         d, true = difference(code, network, products(x, network), t), expected(x, network)
         error = (d - true)[..., parts].norm() / true[..., parts].norm()
         found.append(bool(error < {4: 0.8, 8: 0.2}[bits]))
-    assert any(all(found[i : i + 3]) for i in range(start, start + FOLLOWS[case][bits == 8] + 1))
+    assert any(all(found[i : i + 3]) for i in range(change, change + limit + 1))
 
 
 @pytest.mark.parametrize(
