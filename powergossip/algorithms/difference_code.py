@@ -231,9 +231,7 @@ class DifferenceCode:
         mean = squares / self._lengths * (step / 8).square()
         before = state[..., :-2]
         sizes = before + torch.frexp(mean)[1] // 2
-        # A part that is 0 may be in blocks that were left out.
-        smaller = before - 3 * (failed == 0)[..., None]
-        sizes = torch.where(mean > 0, torch.maximum(sizes, before - 1), smaller)
+        sizes = torch.where(mean > 0, torch.maximum(sizes, before - 1), before - 3)
         sizes = torch.maximum(sizes, sizes.amax(-1, keepdim=True) - _APART).clamp_(min=-2 * _LEAST)
         peak, good = k.abs().amax(-1), failed == 0
         mean_square = k.double().square().sum(-1) / self.elements
@@ -300,7 +298,9 @@ class DifferenceCode:
 
     def _loops(self, library: kernels.Kernels) -> "_Loops":
         edges = self._edges
-        arrays = [self._lengths, self._order, self._signs, edges.sign, edges.absent, edges.key]
+        orders = self._order.int(), self._back.int()
+        signs = self._signs.float()
+        arrays = [self._lengths, *orders, signs, edges.sign, edges.absent, edges.key]
         arrays = [array.contiguous() for array in (*arrays, self.state, self._counts)]
         structure = _Code(
             *(edges.key.numel(), self._shape[2], len(self._lengths), self.elements),
@@ -316,7 +316,8 @@ class _Code(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("edges", "slots", "parts", "elements")),
         *((name, ctypes.c_int64) for name in ("bits", "size", "first")),
-        *((name, ctypes.c_void_p) for name in ("length", "order", "flip", "sign", "absent", "key")),
+        *((name, ctypes.c_void_p) for name in ("length", "order", "back", "flip")),
+        *((name, ctypes.c_void_p) for name in ("sign", "absent", "key")),
         *((name, ctypes.c_void_p) for name in ("state", "counts")),
     )
 

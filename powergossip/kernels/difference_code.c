@@ -10,8 +10,8 @@ typedef struct {
     i64 size;                   /* bytes of a message */
     u64 first;                  /* index of the dither in a random stream */
     const i64 *length;          /* [part] */
-    const i64 *order;           /* of the elements [element] */
-    const double *flip;         /* ±1 [element] */
+    const int32_t *order, *back; /* of the elements, and its inverse [element] */
+    const float *flip;          /* ±1 [element] */
     const float *sign, *absent; /* [edge], as in Edges */
     const u64 *key;             /* [edge] */
     i64 *state;                 /* [edge, slot, part + 2] */
@@ -40,8 +40,11 @@ static i64 tiles(const Code *c) {
     return (columns + LANES - 1) / LANES + (c->elements % ROWS_OF_BLOCK > 0);
 }
 
-static Tile tile_of(const Code *c, i64 index) {
-    const i64 columns = c->elements / ROWS_OF_BLOCK, first = index * LANES;
+/* The tile to be done as number i. Those with less than LANES columns come first, since they write
+   LANES elements of each row: others overwrite what is too much. */
+static Tile tile_of(const Code *c, i64 i) {
+    const i64 columns = c->elements / ROWS_OF_BLOCK;
+    const i64 first = (i + columns / LANES) % tiles(c) * LANES;
     if (first < columns)
         return (Tile){first, columns, ROWS_OF_BLOCK, smaller(LANES, columns - first), first};
     const i64 full = columns * ROWS_OF_BLOCK;
@@ -95,12 +98,9 @@ static inline void round_down(const double *restrict y, const float *restrict u,
     }
 }
 
-static inline void store_bytes(u8 *to, const uint32_t *restrict values, int shift, uint32_t mask,
-                               i64 count) {
-    u8 bytes[LANES];
-    for (int l = 0; l < LANES; l++) bytes[l] = (u8)(values[l] >> shift & mask);
-    if (count == LANES) memcpy(to, bytes, LANES);
-    else memcpy(to, bytes, (size_t)count);
+static inline void store_bytes(u8 *restrict to, const uint32_t *restrict values, int shift,
+                               uint32_t mask) {
+    for (int l = 0; l < LANES; l++) to[l] = (u8)(values[l] >> shift & mask);
 }
 
 typedef struct {
@@ -122,7 +122,7 @@ static void encode_edge(const void *arguments, i64 edge) {
     const i64 *state = c->state + (edge * c->slots + a->slot) * (c->parts + 2);
     const float *s = a->s + edge / a->neighbors * a->worker_stride +
                      edge % a->neighbors * a->edge_stride;
-    double *z = malloc((size_t)(n + LANES) * 22 + 4 * LANES + (size_t)blocks * 4);
+    double *restrict z = malloc((size_t)(n + LANES) * 22 + 4 * LANES + (size_t)blocks * 4);
     double *restrict natural = z + n + LANES;
     float *u = (float *)(natural + n + LANES);
     uint32_t *sums = (uint32_t *)(u + n + LANES);
@@ -130,22 +130,22 @@ static void encode_edge(const void *arguments, i64 edge) {
     uniform(u, c->key[edge], a->counter, (i64)c->first, n);
     memset(z + n, 0, LANES * sizeof *z);
     memset(u + n, 0, LANES * sizeof *u);
-    memset(low + n, 0, LANES);
-    memset(high + n, 0, LANES);
 
     for (i64 part = 0, from = 0; part < c->parts; from += c->length[part++]) {
-        const double *restrict flip = c->flip, scale = ldexp(1, (int)-state[part]);
+        const float *restrict flip = c->flip;
+        const double scale = ldexp(1, (int)-state[part]);
         const i64 end = from + c->length[part];
         for (i64 e = from; e < end; e++) natural[e] = s[e] * flip[e] * scale;
     }
-    for (i64 e = 0; e < n; e++) z[e] = natural[c->order[e]];
+    const int32_t *restrict order = c->order;
+    for (i64 e = 0; e < n; e++) z[e] = natural[order[e]];
     uint32_t weight[ROWS_OF_BLOCK];
     weights(weight);
     const double scale = 0.125 / power(state[c->parts]), sign = c->sign[edge];
     const double whole = ldexp(1, (int)c->bits + 16);
     const uint32_t first_mask = (1u << first_bits) - 1, mask = (1u << (c->bits - first_bits)) - 1;
-    for (i64 index = 0; index < tiles(c); index++) {
-        const Tile t = tile_of(c, index);
+    for (i64 i = 0; i < tiles(c); i++) {
+        const Tile t = tile_of(c, i);
         WideLanes y[ROWS_OF_BLOCK];
         for (i64 r = 0; r < t.rows; r++) memcpy(&y[r], z + t.start + r * t.stride, sizeof *y);
         rotate(y, t.rows);
@@ -155,12 +155,14 @@ static void encode_edge(const void *arguments, i64 edge) {
             double row[LANES];
             memcpy(row, &y[r], sizeof row);
             round_down(row, u + e, k, scale, sign, whole);
-            store_bytes(low + e, k, 0, first_mask, t.columns);
-            if (mask) store_bytes(high + e, k, 8, mask, t.columns);
+            store_bytes(low + e, k, 0, first_mask);
+            if (mask) store_bytes(high + e, k, 8, mask);
             for (int l = 0; l < LANES; l++) total[l] += (k[l] >> c->bits & 65535) * weight[r];
         }
         memcpy(sums + t.block, total, (size_t)t.columns * sizeof *sums);
     }
+    memset(low + n, 0, LANES);
+    memset(high + n, 0, LANES);
     u8 *to = a->message + edge * c->size;
     pack(to, 0, low, n, (int)first_bits);
     to += (n * first_bits + 7) / 8;
@@ -202,7 +204,7 @@ static void follow(const Code *c, i64 *state, const double *squares, Found found
     for (i64 p = 0; p < c->parts && !found.skip; p++) {
         const double mean = squares[p] / (double)c->length[p] * (step * step);
         const i64 size = state[p] + (exponent(mean) >> 1);
-        const i64 least = state[p] - (mean > 0 ? 1 : 3 * good);
+        const i64 least = state[p] - (mean > 0 ? 1 : 3);
         state[p] = mean > 0 && size > least ? size : least;
         largest = state[p] > largest ? state[p] : largest;
     }
@@ -271,8 +273,8 @@ static void decode_edge(const void *arguments, i64 edge) {
     Found found = {0};
     int32_t peaks[LANES] = {0};
     double all[LANES] = {0};
-    for (i64 index = 0; index < tiles(c); index++) {
-        const Tile t = tile_of(c, index);
+    for (i64 i = 0; i < tiles(c); i++) {
+        const Tile t = tile_of(c, i);
         Lanes z[ROWS_OF_BLOCK];
         int32_t k[ROWS_OF_BLOCK][LANES], total[LANES] = {0}, wrong[LANES] = {0}, kept[LANES] = {0};
         for (i64 r = 0; r < t.rows; r++) {
@@ -305,13 +307,14 @@ static void decode_edge(const void *arguments, i64 edge) {
         found.peak = peaks[l] > found.peak ? peaks[l] : found.peak;
         found.squares += all[l];
     }
-    for (i64 e = 0; e < n; e++) integers[c->order[e]] = ordered[e];
+    const int32_t *restrict back = c->back;
+    for (i64 e = 0; e < n; e++) integers[e] = ordered[back[e]];
     found.skip = found.failed * 4 > blocks;
     const double step = power(state[c->parts]) / 8;
     for (i64 part = 0, from = 0; part < c->parts; from += c->length[part++]) {
         const i64 end = from + c->length[part];
         const double scale = found.skip ? 0 : step * ldexp(1, (int)state[part]);
-        const double *restrict flip = c->flip;
+        const float *restrict flip = c->flip;
         double lane[LANES] = {0};
         i64 e = from;
         for (; e + LANES <= end; e += LANES)

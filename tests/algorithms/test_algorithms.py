@@ -174,11 +174,11 @@ def test_copies_are_runs_of_their_own(name: str, options: dict[str, Any]) -> Non
         return {**options, "diffusion_rate": rate} if known else options
 
     all_options = with_rate(rates.repeat_interleave(4))
-    x = start(4, layout).repeat(3, 1)
+    x = torch.cat([start(4, layout, copy_index) for copy_index in range(3)])
     steps(network, algorithms.make(name, network, layout, **all_options), x, 10)
     for copy_index, rate in enumerate(rates.tolist()):
         single = Network(topology, ALONE)
-        expected = start(4, layout)
+        expected = start(4, layout, copy_index)
         steps(single, algorithms.make(name, single, layout, **with_rate(rate)), expected, 10)
         rows = slice(4 * copy_index, 4 * copy_index + 4)
         torch.testing.assert_close(x[rows], expected, atol=1e-5, rtol=1e-5)

@@ -13,7 +13,7 @@ from powergossip.algorithms.directions import EdgeConstants
 from powergossip.algorithms.power_gossip import PowerGossip
 from powergossip.network import Conversation, Network, ToEach
 from powergossip.parameters import Layout
-from tests.harness.averaging import alone, graph, variance
+from tests.harness.averaging import alone, graph, start, variance
 
 LENGTHS = (40, 3, 90, 17)
 SHAPES = [(40, 30), (20, 25), (17,), (9,)]
@@ -146,50 +146,39 @@ def test_compiled_loops_give_the_same_bits(lengths: tuple[int, ...], bits: int) 
     assert int(codes[0].skipped) > 0
 
 
-def factors(case: str, t: int) -> Tensor:
-    """Of the differences of four parts in message t."""
-    all_, part, none = torch.ones(4), torch.tensor([1.0, 0, 0, 0]), torch.zeros(4)
-    if case == "grow":
-        return all_ * (1e6 if t >= 40 else 1)
-    if case == "shrink":
-        return all_ * (1e-4 if t >= 40 else 1)
-    if case == "part grows":
-        return all_ + part * (1e4 if t >= 40 else 0)
-    if case == "part shrinks":
-        return all_ - part * (1 - 1e-3 if t >= 40 else 0)
-    if case == "part begins":
-        return all_ - part * (t < 40)
-    if case == "part was small":
-        return all_ - part * (1 - 1e-7 if t < 40 else 0)
-    if case == "agreement":
-        return none if 1 < t < 40 else all_
-    if case == "long agreement":
-        return none if 1 < t < 300 else all_
-    return all_
-
-
-# Messages from a change to three differences in a row that are found, with 4 and 8 bits.
+# Sizes of the first of four parts and of others until a message and from it on, that message, and
+# the number of further ones until differences are found, with 4 and 8 bits.
 FOLLOWS = {
-    "alike": (0, 0), "grow": (13, 13), "shrink": (12, 20), "part grows": (8, 9),
-    "part shrinks": (14, 15), "part begins": (8, 8), "part was small": (8, 8),
-    "agreement": (32, 36), "long agreement": (36, 34),
-}  # fmt: skip
+    "alike": ((1, 1), (1, 1), 2, (0, 0)),
+    "grow": ((1, 1), (1e6, 1e6), 40, (13, 13)),
+    "shrink": ((1, 1), (1e-4, 1e-4), 40, (12, 20)),
+    "part grows": ((1, 1), (1e4, 1), 40, (8, 9)),
+    "part shrinks": ((1, 1), (1e-3, 1), 40, (14, 15)),
+    "part was small": ((1e-7, 1), (1, 1), 40, (8, 8)),
+    "part begins": ((0, 1), (1, 1), 40, (8, 8)),
+    "part begins early": ((0, 1), (1, 1), 2, (8, 8)),
+    "agreement": ((0, 0), (1, 1), 40, (32, 36)),
+    "long agreement": ((0, 0), (1, 1), 300, (36, 34)),
+}
 
 
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("case", FOLLOWS)
 def test_ranges_follow_differences(case: str, bits: int) -> None:
-    (code, network), lengths = long_code(bits), torch.tensor([400, 30, 300, 70])
-    start = {"alike": 2, "long agreement": 300}.get(case, 40)
-    generator, found = torch.Generator().manual_seed(0), []
-    parts = slice(400) if case.startswith("part") else slice(None)
-    for t in range(start + FOLLOWS[case][bits == 8] + 3):
+    (code, network), generator, found = long_code(bits), torch.Generator().manual_seed(0), []
+    before, after, change, limits = FOLLOWS[case]
+    parts, limit = slice(400 if "part" in case else None), limits[bits == 8]
+    for t in range(change + limit + 3):
+        start_apart = "agreement" in case and t < 2
+        first, others = after if t >= change or start_apart else before
         common, own = (torch.randn(n, 800, generator=generator) for n in (1, 3))
-        x = common + own * factors(case, t).repeat_interleave(lengths)
+        own[:, :400] *= first
+        own[:, 400:] *= others
+        x = common + own
         d, true = difference(code, network, products(x, network), t), expected(x, network)
         error = (d - true)[..., parts].norm() / true[..., parts].norm()
         found.append(bool(error < {4: 0.8, 8: 0.2}[bits]))
-    assert any(all(found[i : i + 3]) for i in range(start, start + FOLLOWS[case][bits == 8] + 1))
+    assert any(all(found[i : i + 3]) for i in range(change, change + limit + 1))
 
 
 @pytest.mark.parametrize(
@@ -262,18 +251,39 @@ def test_variance_stays_bounded_in_5000_steps(topology: str) -> None:
     assert largest[4] < 1.5 * largest[32]
 
 
-def test_each_round_of_a_topology_has_its_own_ranges() -> None:
-    """With an odd number of workers, one of them has no neighbor in a round."""
-    network, layout = (
-        Network(topologies.make("round-robin", 5), dtype=torch.float64),
-        Layout(SHAPES),
-    )
-    gossip = algorithms.make("power-gossip", network, layout, bits=6)
-    x = torch.randn(5, layout.size, dtype=torch.float64)
-    mean = x.mean(0)
-    for _ in range(25):
-        network.run(gossip.step(x))
-        torch.testing.assert_close(x.mean(0), mean, rtol=0, atol=1e-9)
+def test_16_bits_are_nearly_whole_messages() -> None:
+    """With a round of its own for each pair, in which the third worker has no neighbor."""
+    found, layout = [], Layout([(12, 10), (5, 9), (7,)])
+    for bits in (16, 32):
+        network = Network(topologies.make("round-robin", 3), dtype=torch.float64)
+        gossip = algorithms.make("power-gossip", network, layout, bits=bits)
+        x = torch.zeros(3, layout.size, dtype=torch.float64)
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(10):
+            x += torch.randn(x.shape, dtype=torch.float64, generator=generator)
+            mean = x.mean(0)
+            network.run(gossip.step(x))
+            torch.testing.assert_close(x.mean(0), mean, rtol=0, atol=1e-12)
+        found.append(x - mean)
+    assert (found[0] - found[1]).norm() < 2e-3 * found[1].norm()
+
+
+def test_each_message_has_its_own_random_numbers() -> None:
+    """Also of what is not compressed: the same vectors, with the same ranges."""
+    network, layout = alone("ring", 4), Layout(SHAPES)
+    gossip = algorithms.make("power-gossip", network, layout, bits=4)
+    assert isinstance(gossip, PowerGossip)
+    x, sent = start(4, layout), []
+    for _ in range(3):
+        network.run(gossip.step(x.clone()))
+    ranges = gossip.ranges()
+    for _ in range(2):
+        gossip.load_ranges(ranges)
+        *_, rest = gossip.messages(x, 0)
+        assert isinstance(rest, ToEach)
+        sent.append(rest.tensor.clone())
+        network.run(gossip.step(x.clone()))
+    assert not torch.equal(*sent)
 
 
 def test_a_checksum_finds_wraps_in_opposite_directions() -> None:

@@ -21,8 +21,10 @@ from powergossip.algorithms.torch_powersgd import HOOKS
 from powergossip.consensus.sweep import Sweep
 from powergossip.errors import BadInput
 from powergossip.network import Network, Processes, processes
+from powergossip.network.collectives import all_reduce_cost
 from powergossip.optimizers import GossipModelAverager, GossipOptimizer
 from powergossip.parameters import Layout
+from powergossip.runs import metrics
 from powergossip.runs.checkpoints import Checkpoints
 from powergossip.runs.metrics import Hooks
 from powergossip.training.config_checks import checked
@@ -226,6 +228,8 @@ def test_a_run_in_double_precision_resumes_and_is_evaluated(
         return found
 
     whole = run("whole", "num_epochs=2")
+    (merge,) = metrics.last_values(metrics.load(tmp_path / "whole"), "merge_bits")
+    assert merge == all_reduce_cost(4, 64 * whole.shape[1])[0]
     run("parts", "num_epochs=1")
     assert torch.equal(run("parts", "num_epochs=2", "resume=true"), whole)
     run("parts", "num_epochs=2", "evaluate_only=true", "mean_model_statistics=recalibrated")

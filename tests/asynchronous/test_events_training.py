@@ -13,6 +13,7 @@ from powergossip import tasks
 from powergossip.errors import BadInput
 from powergossip.events import event_log
 from powergossip.network import processes
+from powergossip.network.collectives import all_reduce_cost
 from powergossip.runs.checkpoints import Checkpoints
 from powergossip.training.asynchronous import OnVirtualClock
 from powergossip.training.trainer import Trainer
@@ -129,6 +130,8 @@ def test_survivors_go_on_and_a_replacement_catches_up(method):
     assert alive[0] <= 5
     assert min(alive) == 4
     assert alive[-1] == 5
+    merge = all_reduce_cost(5, 32 * run.parameters.x.shape[1])[0]
+    assert value(select(rows, "merge_bits", epoch=4), "merge_bits") == merge
     tested = select(rows, "accuracy", split="test", epoch=4)
     assert tested["worker"].tolist() == [1, 2, 3, 4, 5]
     assert run.execution.view.workers == [1, 2, 3, 4, 5]

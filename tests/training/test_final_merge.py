@@ -6,10 +6,12 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from torch import nn
 
 from powergossip.network import processes
 from powergossip.network.collectives import all_reduce_cost
 from powergossip.runs.checkpoints import Checkpoints
+from powergossip.training.merging import recalibrate
 from tests.harness.training import built, select, trained, value
 
 FEW: dict[str, Any] = {"max_steps_per_epoch": 3}
@@ -44,6 +46,18 @@ def test_running_statistics_are_those_of_the_mean_model() -> None:
     assert torch.equal(*buffers)
     sent = merged.network.bits - plain.network.bits
     assert (sent == 32 * (x.shape[1] + buffers.shape[1])).all()
+
+
+def test_recalibration_changes_running_statistics_only() -> None:
+    """They are the mean over the first batches of each worker."""
+    model, task = nn.BatchNorm1d(3, momentum=0.3), Mock(steps_per_epoch=5)
+    batches = torch.randn(3, 5, 8, 3)
+    task.batch = lambda worker, epoch, step: batches[worker, step]
+    task.loss = lambda model, batch: model(batch)
+    assert recalibrate(task, model, [0, 2], 2)
+    assert model.momentum == 0.3
+    torch.testing.assert_close(model.running_mean, batches[[0, 2], :2].mean((0, 1, 2)))
+    task.carry.assert_called_once_with(model, task.carried.return_value)
 
 
 def test_a_run_killed_after_the_merge_resumes_as_the_same(tmp_path: Path) -> None:
