@@ -321,6 +321,7 @@ def test_equal_scenarios_and_seeds_give_equal_bits():
     assert not torch.equal(found[0][0], found[2][0])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rule", [*LATE_RULES, "a2cid2"])
 def test_a_rule_resumes_anywhere_in_a_step_with_the_same_bits(rule):
     """Its late messages included, and steps of which some are without messages. The clock that
@@ -360,6 +361,7 @@ def test_a_rule_resumes_anywhere_in_a_step_with_the_same_bits(rule):
         assert torch.equal(again.x, problem.x)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "values",
     [
@@ -421,6 +423,7 @@ ELASTIC: dict[str, Any] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("rule", "name", "gossip"),
     [

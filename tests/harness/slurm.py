@@ -22,6 +22,7 @@ if [ -n "$SBATCH_PARTITION" ]; then
     echo "sbatch: error: invalid partition specified: $SBATCH_PARTITION" >&2
     exit 1
 fi
+case "${log//%%/}" in *%*) exit 1 ;; esac  # a pattern of Slurm, such as %j
 echo "Submitted batch job $$"
 [ "$PENDING" = cancelled ] && exit 0
 export SLURM_JOB_ID=$$
