@@ -98,6 +98,7 @@ def test_nor_has_it_an_effect_on_models_and_data_of_the_library(name: str) -> No
     assert torch.equal(*found)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("default_restored")
 def test_nor_on_consensus() -> None:
     found: list[list[float]] = []

@@ -359,6 +359,7 @@ def learned(task: tasks.Task, architecture: str, optimizer: Any, epochs: int) ->
     return {name: value / sums["count"] for name, value in sums.items()}
 
 
+@pytest.mark.long
 def test_digits_and_texts_with_a_rule_are_learned_in_seconds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

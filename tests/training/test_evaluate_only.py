@@ -45,6 +45,7 @@ def comparable(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("which", ["last", "best"])
 def test_the_rows_are_those_of_training_and_no_file_changes(
     which: str, finished: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -36,6 +36,7 @@ def test_all_workers_end_with_the_mean_model_for_one_all_reduce(method: dict[str
         assert set(select(after, "accuracy", split="test")["value"]) == {of_mean["value"]}
 
 
+@pytest.mark.long
 def test_running_statistics_are_those_of_the_mean_model() -> None:
     values = FEW | {"task_architecture": "ResNet20", "n_workers": 2, "batch_size": 100}
     plain, _ = trained(**values, mean_model_statistics="recalibrated")

@@ -501,6 +501,7 @@ def test_options_of_a_learning_rule_of_a_script_have_types(
         settings(optimizer="power-gossip", learning="mine", learning_options=options)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("local_optimizer", "local_steps"), [("adamw", 41), ("muon", 1)])
 def test_a_learning_rule_of_a_script_has_any_local_optimizer_and_many_local_steps(
     local_optimizer: str, local_steps: int, monkeypatch: pytest.MonkeyPatch
