@@ -208,8 +208,9 @@ def test_the_labels_of_a_figure_are_of_one_kind(tmp_path: Path) -> None:
 
 def test_rates_are_those_in_effect(tmp_path: Path) -> None:
     """A default diffusion rate, and the rate at the end of a warm-up."""
-    rates = {"optimizer_diffusion_rate": None, "learning_rate": 0.1}
-    warmup = {"distributed_lr_warmup_epoch": 1.0, "distributed_lr_warmup_factor": 4}
+    rates: dict[str, Any] = {"optimizer_diffusion_rate": None, "learning_rate": 0.1}
+    warmup: dict[str, Any] = {"distributed_lr_warmup_epoch": 1.0}
+    warmup["distributed_lr_warmup_factor"] = 4
     (section,) = compared(
         write_run(tmp_path / "a", info={"diffusion_rate": 0.0117187}, **rates),
         write_run(tmp_path / "b", info={"diffusion_rate": 0.5}, **rates, **warmup),
