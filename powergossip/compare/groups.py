@@ -26,6 +26,7 @@ WITHOUT_EFFECT = {
 }
 OPTIONS = ("optimizer_", "compression_", "hyperparameter_", "theta_", "moniqua_")  # of one method
 LONGEST_LABEL = 60  # characters
+DIVERGED = " (diverged)"  # behind a label
 
 
 @dataclass(eq=False)
@@ -85,14 +86,19 @@ class Group:
         others = ", ".join(dict.fromkeys(state for state in states if state != "complete"))
         return f"{complete} of {len(states)} complete, {others}"
 
+    @property
+    def diverged(self) -> bool:
+        """True if no run is complete, and one diverged."""
+        return any(run.diverged for run in self.counted)
+
     def final(self, column: str) -> list[float]:
-        """The last value of each counted run."""
-        return [float(curve[column].iloc[-1]) for curve in self.curves]
+        """The last value of each counted run that has rows."""
+        return [float(curve[column].iloc[-1]) for curve in self.curves if len(curve)]
 
     def best(self, column: str) -> list[float]:
-        """The value of each counted run at its best epoch."""
+        """The value of each counted run that has rows at its best epoch."""
         found = []
-        for curve in self.curves:
+        for curve in filter(len, self.curves):
             finite = curve["value"].dropna()
             at = curve.index[-1] if finite.empty else self.metric.best(finite)
             found.append(float(curve[column].loc[at]))
@@ -137,19 +143,20 @@ class Section:
         return f"{self.metric.label[:1].upper()}{self.metric.label[1:]}"
 
     def labels(self) -> list[str]:
-        """A short label for each group, all different."""
-        labels = [group.label for group in self.groups]
-        if len(set(labels)) < len(labels):
-            labels = [group.name for group in self.groups]
+        """A short label for each group, all different: what differs, or the names of all."""
+        labels, names = ([getattr(of, key) for of in self.groups] for key in ("label", "name"))
+        if len(set(labels)) < len(labels) or set(labels) & set(names):
+            labels = names
         return [
             f"{label} ({labels[:i].count(label) + 1})" if labels.count(label) > 1 else label
             for i, label in enumerate(labels)
         ]
 
     def bands(self) -> "dict[str, DataFrame]":
-        """Return the curves of the figure by label, see Group.band."""
+        """Return the curves of the figure by label, see Group.band. Those that diverged say so."""
         return {
-            label: group.band() for label, group in zip(self.labels(), self.groups, strict=True)
+            f"{label}{DIVERGED * group.diverged}": group.band()
+            for label, group in zip(self.labels(), self.groups, strict=True)
         }
 
     def logarithmic(self) -> bool:
@@ -168,8 +175,8 @@ class Section:
         header = ["final", "worst worker", "best", "its worst worker", "MB sent", "seconds"]
         lines = [
             [
-                _cell(group.final("value"), places),
-                _cell(group.final("worst"), places),
+                "diverged" if group.diverged else _cell(group.final("value"), places),
+                "" if group.diverged else _cell(group.final("worst"), places),
                 _cell(group.best("value"), places),
                 _cell(group.best("worst"), places),
                 _cell(group.largest("bits")),
@@ -204,7 +211,7 @@ class Section:
         of = ""
         if self.metric.split is not None:
             counted = [run for group in self.groups for run in group.counted]
-            shows_mean = [run.has_mean_model(self.metric) for run in counted]
+            shows_mean = [run.has_mean_model(self.metric) for run in counted if len(run.rows)]
             of = " of the mean model" if any(shows_mean) else ", mean over workers"
             if any(shows_mean) and not all(shows_mean):
                 of += ", or mean over workers in runs that did not evaluate it"
@@ -227,7 +234,7 @@ def sections(
 ) -> list[Section]:
     """Group runs by metric, and then by configuration.
 
-    Runs without such rows are skipped with a warning.
+    Runs without such rows are skipped with a warning, except those that diverged before.
 
     Args:
         metric: Name of the metric. None: the main one of each run, so that different tasks get
@@ -239,14 +246,18 @@ def sections(
         BadInput: If no run has such rows.
     """
     by_metric: dict[Metric, list[Run]] = {}
-    for run in runs:
+    for run in sorted(runs, key=lambda run: run.rows.empty):  # those that diverged at once are last
         name = metric or run.main_metric()
         found = name and run.metric(name, split, larger)
+        if run.rows.empty:
+            found = next((other for other in by_metric if name in (None, other.name)), None)
         if found:
             by_metric.setdefault(found, []).append(run)
         else:
             named = f" {name}" if name else ""
             warn(f"{run.name} has no rows{named} of split {split}; left out")
+    if not by_metric and all(run.rows.empty for run in runs):
+        raise BadInput("all of these runs diverged in their first epoch; give one that did not")
     if not by_metric:
         names = sorted({str(name) for run in runs for name in run.rows["name"].unique()})
         splits = sorted({str(s) for run in runs if "split" in run.rows

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from powergossip import formatting
-from powergossip.compare.groups import Section
+from powergossip.compare.groups import DIVERGED, Section
 from powergossip.runs import figures
 
 FORMATS = {  # suffix of a file → format
@@ -67,6 +67,7 @@ def write(
                 section.metric.label,
                 step=section.metric.step,
                 log_y=section.logarithmic(),
+                ending=DIVERGED,
             )
         return files
     return [path]

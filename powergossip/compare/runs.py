@@ -79,8 +79,8 @@ class Run:
 
     @cached_property
     def last(self) -> float:
-        """The last epoch, or step of gossip_run.py, that has rows."""
-        return float(self.rows["epoch"].max())
+        """The last epoch, or step of gossip_run.py, that has rows. 0 without rows."""
+        return float(self.rows["epoch"].max()) if len(self.rows) else 0.0
 
     @cached_property
     def total(self) -> float:
@@ -197,7 +197,7 @@ class Run:
 def read(folder: Path | str, warn: Warn = lambda text: None) -> list[Run]:
     """Return the runs of an output folder: one of train.py, or one for each algorithm.
 
-    Empty, with a warning, if the folder has no rows.
+    Empty, with a warning, if the folder has no rows, unless the run diverged before the first one.
 
     Raises:
         BadInput: For a damaged file.
@@ -211,17 +211,29 @@ def read(folder: Path | str, warn: Warn = lambda text: None) -> list[Run]:
             raise BadInput(str(error)) from error
     for warning in caught:
         warn(str(warning.message))
-    if rows.empty:
+    info = _mapping(path / "info.json", json.loads)
+    diverged = info.get("state.ending") == "Diverged"
+    if rows.empty and not diverged:
         warn(f"{path} has no rows; left out")
         return []
     config = _mapping(path / "config.yaml", reading.value)
     if not config:
         warn(f"{path} has no config.yaml; its keys are unknown")
-    info = _mapping(path / "info.json", json.loads)
     if "algorithm" in rows and (rows["name"] == "error").any():
         return _algorithms(str(path), config, info, rows)
-    diverged = info.get("state.ending") == "Diverged"
-    return [Run(str(path), config, info, rows, diverged=diverged)]
+    return [Run(str(path), _in_effect(config, info), info, rows, diverged=diverged)]
+
+
+def _in_effect(config: Mapping[str, Any], info: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration with the rates in effect: a default diffusion rate, one after warm-up."""
+    found, rate = dict(config), config.get("learning_rate")
+    used = info.get("diffusion_rate")
+    if "optimizer_diffusion_rate" in config and used is not None:
+        found["optimizer_diffusion_rate"] = float(f"{used:.4g}")
+    factor = config.get("distributed_lr_warmup_factor") or 1.0
+    if rate and config.get("distributed_lr_warmup_epoch") and factor != 1:
+        found["learning_rate"] = f"{rate:g} to {rate * factor:g}"
+    return found
 
 
 def _algorithms(

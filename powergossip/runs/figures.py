@@ -89,6 +89,7 @@ def side_by_side(
     y: str,
     step: str = "epoch",
     log_y: bool = False,
+    ending: str = "\n",
 ) -> None:
     """Draw a metric by epoch, by megabytes sent and by seconds, with a line for each label.
 
@@ -100,6 +101,7 @@ def side_by_side(
             not NaN gives a band.
         y: Label of the metric.
         step: Unit of the column `epoch`.
+        ending: Labels that end like this have a cross at their last point.
 
     Raises:
         ValueError: If there is nothing to draw.
@@ -113,6 +115,10 @@ def side_by_side(
         for i, (label, band) in enumerate(bands.items()):
             x, mean, deviation = band[column], band["mean"], band["deviation"]
             _plot(axes, x, mean, i, label)
+            if label.endswith(ending):
+                name = "_" if len(x) else _name(label)  # without points a cross in the legend
+                color, at = line_style(i)[0], (x.tail(1), mean.tail(1))
+                axes.plot(*at, color=color, marker="x", linestyle="", markersize=9, label=name)
             if len(band) > 1 and deviation.notna().any():
                 color = line_style(i)[0]
                 low, high = mean - deviation, mean + deviation

@@ -166,16 +166,21 @@ def test_runs_that_have_not_ended_show_their_state(tmp_path: Path) -> None:
         write_run(tmp_path / "a1", seed=1),
         write_run(tmp_path / "a2", (0.1,), seed=2),
         write_run(tmp_path / "b", (0.25, 0.125), info={"state.ending": "Diverged"}, topology="x"),
+        write_run(tmp_path / "c", (), info={"state.ending": "Diverged"}, topology="y"),
     ]
     noted: list[str] = []
     (section,) = compared(*folders, warn=noted.append)
     cells = columns(section)
-    assert cells["final"] == ["62.50", "12.50"]
-    assert cells["runs"] == ["1", "1"]
+    assert cells["final"] == ["62.50", "diverged", "diverged"]
+    assert cells["best"] == ["75.00", "25.00", ""]
+    assert cells["runs"] == ["1", "1", "1"]
     assert cells["state"] == [
         "1 of 2 complete, epoch 1 of 3",
         "diverged after epoch 2 of 3",
+        "diverged after epoch 0 of 3",
     ]
+    names = [str(folder) for folder in folders[2:]]
+    assert list(section.bands())[1:] == [f"{name} (diverged)" for name in names]
     assert [str(folders[1]) in note for note in noted] == [True]
 
 
@@ -190,6 +195,29 @@ def test_a_metric_that_overflows_is_infinite(tmp_path: Path) -> None:
     (section,) = compared(write_run(tmp_path / "a", (2.0, 1.0, math.inf), name="perplexity"))
     cells = columns(section)
     assert (cells["final"], cells["best"]) == (["infinite"], ["1.000"])
+
+
+def test_the_labels_of_a_figure_are_of_one_kind(tmp_path: Path) -> None:
+    """The names of all runs, if what differs is too long for one of them."""
+    for topology, kept in [("x", True), ("long " * 20, False)]:
+        folder = tmp_path / topology[:4]
+        runs = [write_run(folder / of, topology=of) for of in ("z", topology)]
+        (section,) = compared(*runs)
+        assert section.labels() == (["z", "x"] if kept else [str(run) for run in runs])
+
+
+def test_rates_are_those_in_effect(tmp_path: Path) -> None:
+    """A default diffusion rate, and the rate at the end of a warm-up."""
+    rates: dict[str, Any] = {"optimizer_diffusion_rate": None, "learning_rate": 0.1}
+    warmup: dict[str, Any] = {"distributed_lr_warmup_epoch": 1.0}
+    warmup["distributed_lr_warmup_factor"] = 4
+    (section,) = compared(
+        write_run(tmp_path / "a", info={"diffusion_rate": 0.0117187}, **rates),
+        write_run(tmp_path / "b", info={"diffusion_rate": 0.5}, **rates, **warmup),
+    )
+    shown = columns(section)
+    assert shown["optimizer_diffusion_rate"] == ["0.01172", "0.5"]
+    assert shown["learning_rate"] == ["0.1", "0.1 to 0.4"]
 
 
 # --- Facts ----------------------------------------------------------------------------------------
