@@ -43,9 +43,7 @@ def iroh() -> Any:
     try:
         from iroh import iroh_ffi
     except ImportError as error:
-        raise BadInput(
-            "a ticket needs the package iroh; install powergossip[internet]"
-        ) from error
+        raise BadInput("a ticket needs the package iroh; install powergossip[internet]") from error
     builder = iroh_ffi._UniffiRustBufferBuilder
     if copies_one_by_one(builder):
         builder.slow_write, builder.write = builder.write, write
