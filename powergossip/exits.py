@@ -149,8 +149,10 @@ def end_alone(
             text = "".join(traceback.format_exception(kind, error, trace))
             print(f"\nprocess {process} failed:\n{text}", file=sys.stderr, flush=True)
         if not (everywhere or isinstance(error, Signaled)) and others_live():
+            group.finalize()
             _flush()
-            os.kill(os.getpid(), signal.SIGKILL)
+            if ulfm.enabled():
+                os.kill(os.getpid(), signal.SIGKILL)
         code = code_of(error)
         if everywhere:
             end_others()

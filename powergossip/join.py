@@ -51,8 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> Path:
         from powergossip.network.internet import meeting
         from powergossip.training.definition import settings, shown
 
-    if not meeting.is_first(ticket):
-        asked = meeting.ask(ticket, meeting.Options.of(_ticket_options(rest)))
+    asked = meeting.ask(ticket, meeting.Options.of(_ticket_options(rest)))
+    if asked is not None:
         name = asked.ticket.name
         try:
             found = settings(asked.definition, options.allow)
@@ -62,6 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> Path:
         print(f"run {name}, defined by the first machine:\n{shown(found)}\n", flush=True)
         for key, value in found.items():
             train.config[key] = value
+        if asked.goes_on:
+            rest = ["resume=auto", *rest]
         options.output_dir = options.output_dir or str(Path("output") / name)
     rest += ["--output-dir", options.output_dir] if options.output_dir else []
     return train.main(rest)

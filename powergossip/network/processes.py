@@ -128,6 +128,11 @@ class Processes:
     def is_mpi(self) -> bool:
         return self.transport == "mpi"
 
+    @property
+    def are_linked(self) -> bool:
+        """True if their workers can exchange by edges."""
+        return self.transport in ("mpi", "internet")
+
     def set_threads(self) -> None:
         """Give torch `threads` threads, unless OMP_NUM_THREADS is set."""
         if "OMP_NUM_THREADS" not in os.environ:

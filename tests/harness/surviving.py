@@ -24,7 +24,7 @@ import numpy as np
 from mpi4py import MPI
 
 from powergossip.network.resilient.links import Links
-from powergossip.network.resilient.messages import Wire
+from powergossip.network.resilient.messages import MPIWire
 
 LIMIT = 60  # seconds after which a program that hangs ends
 
@@ -152,13 +152,13 @@ def split(timeout: float) -> None:
     links.end_alone()
     chatter = Chatter(links, 1000)
     chatter.run(0.5)
-    send = Wire.send
+    send = MPIWire.send
 
-    def send_near(self: Wire, process: int, *message: Any, **named: Any) -> None:
+    def send_near(self: MPIWire, process: int, *message: Any, **named: Any) -> None:
         if (process - self.own) % 2 == 0:
             send(self, process, *message, **named)
 
-    Wire.send = send_near  # type: ignore[method-assign]
+    MPIWire.send = send_near  # type: ignore[method-assign]
     chatter.run(5 * timeout)
     links.group.barrier()
     row(process=links.process, members=links.group.members)

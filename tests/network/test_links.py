@@ -13,7 +13,7 @@ from mpi4py import MPI
 
 from powergossip import ulfm
 from powergossip.network.resilient.links import LOST, Links
-from tests.harness import launch
+from tests.harness import internet, launch
 
 ULFM = ("--with-ft", "ulfm")
 
@@ -50,6 +50,25 @@ def test_messages_of_any_length_arrive_once_and_in_order(elements: int) -> None:
     assert links.lost() == set()
     links.group.barrier()
     assert links.group.size == size
+    links.finish()
+
+
+@pytest.mark.parallel([2, 4])
+def test_machines_with_a_ticket_have_the_same_messages_and_operations() -> None:
+    machines = internet.under_mpi()
+    links = Links(machines, [process for process in range(machines.size) for _ in range(2)])
+    for elements in (0, 100, 300_000):
+        exchanged(links, elements, messages=3)
+    survivors = links.group
+    found = survivors.gather({"rank": survivors.rank, "of": np.arange(2)})
+    assert [value["rank"] for value in found] == survivors.members == [*range(machines.size)]
+    assert survivors.sum(np.array([1.0, survivors.rank])).tolist()[0] == machines.size
+    assert survivors.broadcast(f"of {survivors.rank}") == "of 0"
+    others = set(survivors.members) - {links.process}
+    assert links.alive == set(links.homes)
+    links.note(b"progress")
+    survivors.barrier()
+    assert {source for source, _ in links.notes()} == others
     links.finish()
 
 

@@ -3,13 +3,18 @@
 The first machine waits for the others. Each of them calls it, receives the definition of the run,
 a text that is shown and checked before, says that it is ready, and waits. When all are ready, all
 get the keys and addresses of all. Later connections follow from the messages, in any pair.
+
+A machine that starts again calls all machines of the run. If the run goes on without it, they tell
+it the definition. It then says to all of them when it is ready.
 """
 
 import asyncio
+import json
 import os
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from powergossip.errors import BadInput, PeerLost
@@ -18,17 +23,22 @@ from powergossip.network.internet import tickets
 from powergossip.network.internet.binding import iroh
 from powergossip.network.internet.codec import BadMessage, decoded, encoded
 from powergossip.network.internet.handshake import LENGTH
-from powergossip.network.internet.node import Link, Node
-from powergossip.network.internet.tickets import Record, Ticket
-from powergossip.network.processes import TOKEN
+from powergossip.network.internet.node import (
+    LIMIT,
+    MEETING,
+    PATIENCE,
+    READY,
+    RUNNING,
+    Link,
+    Node,
+)
+from powergossip.network.internet.tickets import Place, Record, Ticket
 
 NEW = "new"
-_MEETING = TOKEN + 4  # the tag of these messages
-_LIMIT = 2**20  # bytes of one of them
 _LOOK = 0.2  # seconds
+_FIRST = 5.0  # seconds for which the first machine looks for a run that goes on
+_ALL = 3.0  # seconds from the first answer of a run that goes on to the last one
 OPTIONS = "port, addresses and relay"
-
-Place = tuple[bytes, tuple[str, ...]]  # public key and addresses of a machine
 
 
 @dataclass
@@ -78,19 +88,26 @@ class Asked:
     definition: str
     node: Node
     link: Link
+    record: Record
+
+    @property
+    def goes_on(self) -> bool:
+        """True if the run goes on without this machine."""
+        return self.node.is_away
 
     def enter(self) -> tuple[Node, list[bytes]]:
         """Wait until all machines are ready. Returns the keys of all, by process."""
         try:
-            places = self.node.wait(self._enter())
+            places = self.record.places if self.goes_on else self.node.wait(self._enter())
         except BaseException:
             self.node.close("it has left")
             raise
+        self.record.save_places(self.ticket.name, places)
         return self.node, _begin(self.node, places)
 
     async def _enter(self) -> list[Place]:
-        await self.link.send(_MEETING, encoded("ready"))
-        places = decoded(await self.link.receive_any(_MEETING, _LIMIT))
+        await self.link.send(MEETING, encoded(READY))
+        places = decoded(await self.link.receive_any(MEETING, LIMIT))
         return _checked(places, self.ticket)
 
     def leave(self, text: str) -> None:
@@ -101,21 +118,40 @@ class Asked:
 _asked: dict[str, Asked] = {}  # by the ticket's text
 
 
-def ask(text: str, options: Options) -> Asked:
-    """Call the first machine of a ticket, or of the name of a run. Raises BadInput or PeerLost."""
-    ticket, record = _known(text)
+def ask(text: str, options: Options) -> Asked | None:
+    """Call the machines of a ticket, or of the name of a run. Raises BadInput or PeerLost.
+
+    Returns None on the first machine unless the run goes on without it.
+    """
+    found = None if text == NEW else call(*_known(text), options)
+    if found is not None:
+        _asked[text] = found
+    return found
+
+
+def call(ticket: Ticket, record: Record, options: Options) -> Asked | None:
+    """`ask` with the record of this machine."""
+    is_first = public(bytes.fromhex(record.key)) == ticket.key
+    if is_first and not record.members:
+        return None
     node = _node(ticket, record, options)
     try:
+        for key, addresses in record.places:
+            node.knows(key, addresses)
         node.knows(ticket.key, ticket.addresses)
-        link, definition = node.wait(_ask(node, ticket))
+        known = [key for key, _ in record.places if key not in (node.key, ticket.key)]
+        work = _ask_all(node, [*known, ticket.key][: len(known) if is_first else None])
+        link, definition = node.wait(work, _FIRST if is_first else None)
+    except TimeoutError:
+        node.close("it has left")
+        return None
     except BadMessage as error:
         node.close("it has left")
         raise PeerLost(f"the first machine does not speak this protocol ({error})") from error
     except BaseException:
         node.close("it has left")
         raise
-    _asked[text] = Asked(ticket, definition, node, link)
-    return _asked[text]
+    return Asked(ticket, definition, node, link, record)
 
 
 def connect(
@@ -128,20 +164,19 @@ def connect(
         size: Number of machines of a new run.
         definition: The first machine's text for the others.
     """
-    if text == NEW:
-        ticket, record = _new(size, options)
-        return *_host(ticket, record, options, definition), ticket
-    ticket, record = _known(text)
-    if _public(record) == ticket.key:
-        return *_host(ticket, record, options, definition), ticket
-    asked = _asked.pop(text, None) or ask(text, options)
-    _asked.pop(text, None)
+    ticket, record = _new(size, options) if text == NEW else _known(text)
+    asked = _asked.pop(text, None) or call(ticket, record, options)
+    if asked is None:
+        return *Host(ticket, record, options, definition).meet(), ticket
+    asked.node.definition = definition
+    if asked.goes_on and _settings(asked.definition) != _settings(definition):
+        raise BadInput(f"the run {ticket.name} goes on with other settings: use powergossip-join")
     return *asked.enter(), ticket
 
 
-def is_first(text: str) -> bool:
-    """True if this machine is the first one of the run."""
-    return text == NEW or (lambda known: _public(known[1]) == known[0].key)(_known(text))
+def _settings(definition: str) -> dict[str, Any]:
+    """The settings that are the same in a run that goes on."""
+    return {key: value for key, value in json.loads(definition).items() if key != "resume"}
 
 
 def _new(size: int, options: Options) -> tuple[Ticket, Record]:
@@ -150,7 +185,7 @@ def _new(size: int, options: Options) -> tuple[Ticket, Record]:
     secret, key = os.urandom(LENGTH), os.urandom(LENGTH)
     record = Record("", key.hex())
     name = f"run-{os.urandom(4).hex()}"
-    return Ticket(name, _public(record), secret, size, (), options.relay), record
+    return Ticket(name, public(key), secret, size, (), options.relay), record
 
 
 def _known(text: str) -> tuple[Ticket, Record]:
@@ -170,9 +205,9 @@ def _known(text: str) -> tuple[Ticket, Record]:
     return tickets.read(record.ticket), record
 
 
-def _public(record: Record) -> bytes:
-    key = iroh().SecretKey.from_bytes(bytes.fromhex(record.key))
-    return bytes(key.public().to_bytes())
+def public(key: bytes) -> bytes:
+    """The public key of a secret one."""
+    return bytes(iroh().SecretKey.from_bytes(key).public().to_bytes())
 
 
 def _node(ticket: Ticket, record: Record, options: Options) -> Node:
@@ -180,43 +215,88 @@ def _node(ticket: Ticket, record: Record, options: Options) -> Node:
     return Node(ticket.secret, bytes.fromhex(record.key), port, ticket.relay, options.addresses)
 
 
-async def _ask(node: Node, ticket: Ticket) -> tuple[Link, str]:
-    link = await node.link(ticket.key, "the first machine")
-    await link.send(_MEETING, encoded(list(node.addresses)))
-    definition = decoded(await link.receive_any(_MEETING, _LIMIT))
-    if not isinstance(definition, str):
-        raise BadMessage("no definition")
-    return link, definition
+async def _ask_all(node: Node, keys: Sequence[bytes]) -> tuple[Link, str]:
+    """The first answer of one of these machines. The last one may be the first of a new run."""
+    again = len(keys) > 1
+    asks = [asyncio.ensure_future(_ask(node, key, again)) for key in keys]
+    missing = set(asks)
+    while True:
+        done, missing = await asyncio.wait(missing, return_when=asyncio.FIRST_COMPLETED)
+        for answered in done:
+            if not answered.exception():
+                link, state, definition = answered.result()
+                node.is_away = state == RUNNING
+                if node.is_away and missing:
+                    await asyncio.wait(missing, timeout=_ALL)
+                for ask in missing:
+                    ask.cancel()
+                return link, definition
+        if not missing:
+            asks[-1].result()  # raises
 
 
-def _host(
-    ticket: Ticket, record: Record, options: Options, definition: str
-) -> tuple[Node, list[bytes]]:
-    """Wait for the other machines as the first one."""
-    node = _node(ticket, record, options)
-    try:
-        given = *options.addresses, *node.addresses
+async def _ask(node: Node, key: bytes, again: bool) -> tuple[Link, str, str]:
+    """The answer of a machine: its link, the state of the run, and the definition.
+
+    Args:
+        again: True if the machine may be about to start, too.
+    """
+    until = time.monotonic() + PATIENCE
+    while True:
+        link = await node.link(key, "the first machine")
+        try:
+            await link.send(MEETING, encoded(list(node.addresses)))
+            state, definition = decoded(await link.receive_any(MEETING, LIMIT))
+            if not isinstance(definition, str):
+                raise BadMessage("no definition")
+            if state in (NEW, RUNNING):
+                return link, state, definition
+        except PeerLost:
+            if not again or time.monotonic() > until:
+                raise
+        except (ValueError, TypeError) as error:
+            raise BadMessage("no definition") from error
+        await asyncio.sleep(_LOOK)
+
+
+class Host:
+    """The first machine, which waits for the others.
+
+    Attributes:
+        ticket: The ticket with the addresses of this machine.
+    """
+
+    def __init__(self, ticket: Ticket, record: Record, options: Options, definition: str):
+        self._record, self._definition = record, definition
+        self._node = _node(ticket, record, options)
+        given = *options.addresses, *self._node.addresses
         addresses = tuple(dict.fromkeys(given))[: tickets.MOST]
-        ticket = Ticket(
-            ticket.name, ticket.key, ticket.secret, ticket.size, addresses, ticket.relay
-        )
-        record.ticket, record.port = str(ticket), node.port
-        record.save(ticket.name)
-        known = [bytes.fromhex(key) for key in record.members]
+        self.ticket = replace(ticket, addresses=addresses)
+        self._save()
+
+    def _save(self) -> None:
+        self._record.ticket, self._record.port = str(self.ticket), self._node.port
+        self._record.save(self.ticket.name)
+
+    def meet(self) -> tuple[Node, list[bytes]]:
+        """Wait for the other machines. Returns the keys of all, by process."""
+        known = [bytes.fromhex(key) for key in self._record.members]
         if known:
-            node.members = set(known)
+            self._node.members = set(known)
         print(
-            f"{ticket.name}: start this command on {counted(ticket.size - 1, 'other machine')}\n\n"
-            f"  powergossip-join {ticket}\n",
+            f"{self.ticket.name}: start this command on "
+            f"{counted(self.ticket.size - 1, 'other machine')}\n\n"
+            f"  powergossip-join {self.ticket}\n",
             flush=True,
         )
-        places = node.wait(_meet(node, ticket, definition, known))
-        record.members = [key.hex() for key, _ in places]
-        record.save(ticket.name)
-    except BaseException:
-        node.close("the first machine has ended")
-        raise
-    return node, _begin(node, places)
+        try:
+            places = self._node.wait(_meet(self._node, self.ticket, self._definition, known))
+            self._record.save_places(self.ticket.name, places)
+        except BaseException:
+            self._node.close("the first machine has ended")
+            raise
+        self._node.definition = self._definition
+        return self._node, _begin(self._node, places)
 
 
 async def _meet(node: Node, ticket: Ticket, definition: str, known: Sequence[bytes]) -> list[Place]:
@@ -226,9 +306,9 @@ async def _meet(node: Node, ticket: Ticket, definition: str, known: Sequence[byt
 
     async def admit(link: Link) -> None:
         with suppress(PeerLost, BadMessage, ValueError, TypeError):
-            addresses = tickets.addresses_of(decoded(await link.receive_any(_MEETING, _LIMIT)))
-            await link.send(_MEETING, encoded(definition))
-            await link.receive_any(_MEETING, _LIMIT)
+            addresses = tickets.addresses_of(decoded(await link.receive_any(MEETING, LIMIT)))
+            await link.send(MEETING, encoded([NEW, definition]))
+            await link.receive_any(MEETING, LIMIT)
             seen = [link.address] if link.address else []
             ready[link.key] = tuple(dict.fromkeys([*seen, *addresses]))[: tickets.MOST]
             links[link.key] = link
@@ -252,7 +332,7 @@ async def _meet(node: Node, ticket: Ticket, definition: str, known: Sequence[byt
     others = list(dict.fromkeys(others))[: ticket.size - 1]
     places = [(node.key, node.addresses), *((key, ready[key]) for key in others)]
     for key in others:
-        await links[key].send(_MEETING, encoded([[key, *where] for key, where in _text(places)]))
+        await links[key].send(MEETING, encoded([[key, *where] for key, where in _text(places)]))
     return places
 
 
