@@ -169,14 +169,19 @@ def connect(
     if asked is None:
         return *Host(ticket, record, options, definition).meet(), ticket
     asked.node.definition = definition
-    if asked.goes_on and _settings(asked.definition) != _settings(definition):
-        raise BadInput(f"the run {ticket.name} goes on with other settings: use powergossip-join")
+    if asked.goes_on:
+        _check_same(ticket.name, json.loads(asked.definition), json.loads(definition))
     return *asked.enter(), ticket
 
 
-def _settings(definition: str) -> dict[str, Any]:
-    """The settings that are the same in a run that goes on."""
-    return {key: value for key, value in json.loads(definition).items() if key != "resume"}
+def _check_same(name: str, theirs: dict[str, Any], own: dict[str, Any]) -> None:
+    """Raise BadInput unless the settings of a run that goes on are those of this machine."""
+    for key, value in theirs.items():  # own ones may have resolved values of a folder, too
+        if key != "resume" and own.get(key) != value:
+            raise BadInput(
+                f"{key}={own.get(key)}: use {value}, as the run {name} has it that goes "
+                "on, or powergossip-join, which takes its settings"
+            )
 
 
 def _new(size: int, options: Options) -> tuple[Ticket, Record]:
