@@ -1,8 +1,11 @@
 """The processes of a run, and their communication outside of conversations."""
 
+import hashlib
 import os
+import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import numpy as np
@@ -95,6 +98,7 @@ class Processes:
         local_rank, local_size: The same among the processes of this host.
         threads: Number of cores of the host for this process.
         transport: none, mpi, gloo, nccl or internet.
+        name: Name of a run that has a ticket.
         has_own_files: True if each process has a folder of its own. They have no common one.
         can_be_lost: True if a run goes on when a process ends. `rank` and `size` then change.
     """
@@ -102,6 +106,7 @@ class Processes:
     transport = "none"
     can_be_lost = False
     has_own_files = False
+    name = ""
 
     def __init__(self) -> None:
         self.rank, self.size = 0, 1
@@ -132,6 +137,15 @@ class Processes:
     def are_linked(self) -> bool:
         """True if their workers can exchange by edges."""
         return self.transport in ("mpi", "internet")
+
+    def _find_local(self) -> None:
+        """Set `local_rank`, `local_size` and `threads`. All processes call it."""
+        own, here = cores(), hashlib.sha256(repr(host()).encode()).hexdigest()
+        everywhere = self.gather((here, own))
+        on_this_host = [rank for rank, (there, _) in enumerate(everywhere) if there == here]
+        self.local_rank, self.local_size = on_this_host.index(self.rank), len(on_this_host)
+        all_cores = set().union(*(everywhere[rank][1] for rank in on_this_host))
+        self.threads = max(1, min(len(own), len(all_cores) // self.local_size))
 
     def set_threads(self) -> None:
         """Give torch `threads` threads, unless OMP_NUM_THREADS is set."""
@@ -295,6 +309,15 @@ class ChildProcess(Processes):
 
     gather = broadcast = gather_arrays = broadcast_array = _reject
     start_max = channel = checked_barrier = _reject
+
+
+def host() -> tuple[str, str]:
+    """A name of this machine, the same for its containers that share the host name."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        boot = ""
+    return socket.gethostname(), boot
 
 
 def cores() -> set[int]:

@@ -2,15 +2,13 @@
 
 import os
 import tempfile
-from typing import TypeVar
+from concurrent.futures import ThreadPoolExecutor
 
 from mpi4py import MPI
 
 from powergossip.network.internet import meeting, tickets
 from powergossip.network.internet.processes import InternetProcesses
 from powergossip.network.internet.tickets import Record, Ticket
-
-T = TypeVar("T")
 
 
 def prepare(rank: int, keys: list[bytes], secret: bytes) -> tuple[Ticket, Record]:
@@ -38,3 +36,21 @@ def under_mpi() -> InternetProcesses:
         assert asked is not None
         node, members = asked.enter()
     return InternetProcesses(node, members, ticket.name)
+
+
+def in_threads(size: int) -> list[InternetProcesses]:
+    """As many machines, in threads of this process."""
+    keys, secret = [os.urandom(32) for _ in range(size)], bytes(32)
+    options = meeting.Options()
+    host = meeting.Host(*prepare(0, keys, secret), options, "the definition")
+
+    def join(rank: int) -> InternetProcesses:
+        if rank == 0:
+            return InternetProcesses(*host.meet(), host.ticket.name)
+        asked = meeting.call(host.ticket, prepare(rank, keys, secret)[1], options)
+        assert asked is not None
+        assert asked.definition == "the definition"
+        return InternetProcesses(*asked.enter(), host.ticket.name)
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(join, range(size)))

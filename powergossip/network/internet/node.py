@@ -11,6 +11,7 @@ All of this runs in one thread, in coroutines. `Node.wait` runs one for another 
 """
 
 import asyncio
+import atexit
 import socket
 import struct
 import sys
@@ -45,6 +46,10 @@ MEETING = TOKEN + 4  # the tag of messages of machines that join, or come back
 LIMIT = 2**20  # bytes of one of them
 RUNNING, AWAY, READY = "running", "away", "ready"
 ENDED, STRANGER, MISBEHAVED = range(3)  # codes of closed connections
+_REFUSALS: dict[type[BaseException], str] = {
+    handshake.WrongSecret: "another secret",
+    PermissionError: "the run has all its machines",
+}
 
 
 class _Inbox:
@@ -116,8 +121,8 @@ class Link:
         self._connection.send_datagram(b"")
 
     @property
-    def overhead(self) -> int:
-        """Bytes of UDP datagrams that this machine has sent."""
+    def sent_bytes(self) -> int:
+        """Bytes of the UDP datagrams that this machine has sent, with all headers of QUIC."""
         return int(self._connection.stats().udp_tx_bytes)
 
     def close(self, code: int, text: str) -> None:
@@ -268,6 +273,7 @@ class Node:
         for address in others:
             self.wait(self._endpoint.add_external_addr(address))
         self.start(self._welcome_all())
+        atexit.register(self.close, "it has ended")
 
     async def _queue(self) -> asyncio.Queue[Link]:
         return asyncio.Queue(_AT_ONCE)
@@ -328,11 +334,18 @@ class Node:
                 if link.done() and not link.cancelled() and not link.exception():
                     link.result().close(ENDED, text)
             await self._endpoint.close()
+            tasks = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in tasks:  # the library must not call Python when that has ended
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
+        if not self._thread.is_alive():
+            return
         with suppress(Exception):
             self.wait(close(), seconds)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(seconds)
+        atexit.unregister(self.close)
 
     # --- Connections ---
 
@@ -349,7 +362,7 @@ class Node:
         if not link.done():
             dialing = asyncio.ensure_future(self._dial(key))
             either: set[asyncio.Future[Any]] = {link, dialing}
-            await asyncio.wait(either, timeout=PATIENCE)
+            await asyncio.wait(either, timeout=PATIENCE, return_when=asyncio.FIRST_COMPLETED)
             failed = dialing.done() and dialing.exception()
             dialing.cancel()
             if not link.done():
@@ -383,13 +396,11 @@ class Node:
                 stream = await connection.open_bi()
                 await handshake.dial(stream, self._secret, self.key, key)
                 await self._choose(key, connection, stream)
-            except handshake.WrongSecret:
-                connection.close(STRANGER, b"wrong secret")
-                raise
             except api.IrohError as error:
                 reason = connection.close_reason() if connection else None
-                if reason and "wrong secret" in reason:
-                    raise handshake.WrongSecret("it has another secret") from error
+                for text in _REFUSALS.values():
+                    if reason and text in reason:
+                        raise PermissionError(text) from error
                 await asyncio.sleep(0.5)
 
     async def _choose(self, key: bytes, connection: Any, stream: Any) -> None:
@@ -430,10 +441,10 @@ class Node:
                 connection = await (await incoming.accept()).connect()
                 key = connection.remote_id().to_bytes()
                 assert len(key) == LENGTH
-                stream = await connection.accept_bi()
-                await handshake.accept(stream, self._secret, self.key, key)
                 if self.members is not None and key not in self.members:
                     raise PermissionError
+                stream = await connection.accept_bi()
+                await handshake.accept(stream, self._secret, self.key, key)
                 if self.returned is not None:
                     task = asyncio.ensure_future(self._take_back(key, connection, stream))
                     self._tasks.add(task)
@@ -449,16 +460,10 @@ class Node:
             handshake.WrongSecret,
             PermissionError,
         ) as error:
-            texts: dict[type[BaseException], str] = {
-                handshake.WrongSecret: "wrong secret",
-                PermissionError: "the run has all its machines",
-            }
-            if connection is not None:
-                if connection.close_reason() is None:
-                    text = texts.get(type(error), "no handshake")
-                    connection.close(STRANGER, text.encode())
-                if type(error) in texts or "another connection" not in str(error):
-                    self._tell(texts.get(type(error), "no handshake"))
+            text = _REFUSALS.get(type(error), "no handshake")
+            if connection is not None and connection.close_reason() is None:
+                connection.close(STRANGER, text.encode())
+                self._tell(text)
         finally:
             self._handshakes -= 1
 
