@@ -9,7 +9,7 @@ from tests.harness.machines import Machine
 
 SETTINGS = ["task_architecture=MLP", "max_steps_per_epoch=4", "batch_size=64"]
 SETTINGS += ["batched_gradients=off", "optimizer=choco", "on_worker_loss=continue"]
-SETTINGS += ["worker_timeout=2"]
+SETTINGS += ["worker_timeout=5"]
 NEW = ["new", "--workers", "3", *SETTINGS]
 
 

@@ -116,6 +116,7 @@ class Asked:
 
 
 _asked: dict[str, Asked] = {}  # by the ticket's text
+_idle: dict[str, Node] = {}  # of a first machine that has looked for its run, by its key
 
 
 def ask(text: str, options: Options) -> Asked | None:
@@ -141,9 +142,11 @@ def call(ticket: Ticket, record: Record, options: Options) -> Asked | None:
         node.knows(ticket.key, ticket.addresses)
         known = [key for key, _ in record.places if key not in (node.key, ticket.key)]
         work = _ask_all(node, [*known, ticket.key][: len(known) if is_first else None])
-        link, definition = node.wait(work, _FIRST if is_first else None)
+        work = asyncio.wait_for(work, _FIRST if is_first else None)
+        link, definition = node.wait(work)
     except TimeoutError:
-        node.close("it has left")
+        node.call(node.meet_connected)
+        _idle[record.key] = node
         return None
     except BadMessage as error:
         node.close("it has left")
@@ -216,6 +219,8 @@ def public(key: bytes) -> bytes:
 
 
 def _node(ticket: Ticket, record: Record, options: Options) -> Node:
+    if record.key in _idle:
+        return _idle.pop(record.key)
     port = options.port or record.port
     return Node(ticket.secret, bytes.fromhex(record.key), port, ticket.relay, options.addresses)
 
@@ -225,19 +230,21 @@ async def _ask_all(node: Node, keys: Sequence[bytes]) -> tuple[Link, str]:
     again = len(keys) > 1
     asks = [asyncio.ensure_future(_ask(node, key, again)) for key in keys]
     missing = set(asks)
-    while True:
-        done, missing = await asyncio.wait(missing, return_when=asyncio.FIRST_COMPLETED)
-        for answered in done:
-            if not answered.exception():
-                link, state, definition = answered.result()
-                node.is_away = state == RUNNING
-                if node.is_away and missing:
-                    await asyncio.wait(missing, timeout=_ALL)
-                for ask in missing:
-                    ask.cancel()
-                return link, definition
-        if not missing:
-            asks[-1].result()  # raises
+    try:
+        while True:
+            done, missing = await asyncio.wait(missing, return_when=asyncio.FIRST_COMPLETED)
+            for answered in done:
+                if not answered.exception():
+                    link, state, definition = answered.result()
+                    node.is_away = state == RUNNING
+                    if node.is_away and missing:
+                        await asyncio.wait(missing, timeout=_ALL)
+                    return link, definition
+            if not missing:
+                asks[-1].result()  # raises
+    finally:
+        for ask in asks:
+            ask.cancel()
 
 
 async def _ask(node: Node, key: bytes, again: bool) -> tuple[Link, str, str]:

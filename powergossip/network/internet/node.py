@@ -373,6 +373,15 @@ class Node:
         link.result().name = name or link.result().name
         return link.result()
 
+    def meet_connected(self) -> None:
+        """Regard all machines that are connected as ones that have called this one."""
+        while not self.arrived.empty():
+            self.arrived.get_nowait()
+        for key in self._links:
+            link = self.known_link(key)
+            if link is not None and not self.arrived.full():
+                self.arrived.put_nowait(link)
+
     def known_link(self, key: bytes) -> Link | None:
         """The connection to a machine, if there is one."""
         found = self._links.get(key)
