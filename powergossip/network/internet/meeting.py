@@ -24,6 +24,7 @@ from powergossip.network.internet.binding import iroh
 from powergossip.network.internet.codec import BadMessage, decoded, encoded
 from powergossip.network.internet.handshake import LENGTH
 from powergossip.network.internet.node import (
+    ANSWER,
     LIMIT,
     MEETING,
     PATIENCE,
@@ -107,7 +108,7 @@ class Asked:
 
     async def _enter(self) -> list[Place]:
         await self.link.send(MEETING, encoded(READY))
-        places = decoded(await self.link.receive_any(MEETING, LIMIT))
+        places = decoded(await self.link.receive_any(ANSWER, LIMIT))
         return _checked(places, self.ticket)
 
     def leave(self, text: str) -> None:
@@ -258,7 +259,7 @@ async def _ask(node: Node, key: bytes, again: bool) -> tuple[Link, str, str]:
         link = await node.link(key, "the first machine")
         try:
             await link.send(MEETING, encoded(list(node.addresses)))
-            state, definition = decoded(await link.receive_any(MEETING, LIMIT))
+            state, definition = decoded(await link.receive_any(ANSWER, LIMIT))
             if not isinstance(definition, str):
                 raise BadMessage("no definition")
             if state in (NEW, RUNNING):
@@ -319,7 +320,7 @@ async def _meet(node: Node, ticket: Ticket, definition: str, known: Sequence[byt
     async def admit(link: Link) -> None:
         with suppress(PeerLost, BadMessage, ValueError, TypeError):
             addresses = tickets.addresses_of(decoded(await link.receive_any(MEETING, LIMIT)))
-            await link.send(MEETING, encoded([NEW, definition]))
+            await link.send(ANSWER, encoded([NEW, definition]))
             await link.receive_any(MEETING, LIMIT)
             seen = [link.address] if link.address else []
             ready[link.key] = tuple(dict.fromkeys([*seen, *addresses]))[: tickets.MOST]
@@ -344,7 +345,7 @@ async def _meet(node: Node, ticket: Ticket, definition: str, known: Sequence[byt
     others = list(dict.fromkeys(others))[: ticket.size - 1]
     places = [(node.key, node.addresses), *((key, ready[key]) for key in others)]
     for key in others:
-        await links[key].send(MEETING, encoded([[key, *where] for key, where in _text(places)]))
+        await links[key].send(ANSWER, encoded([[key, *where] for key, where in _text(places)]))
     return places
 
 

@@ -42,7 +42,7 @@ _QUIET = 10.0  # seconds between two lines about strangers
 _SIZE = struct.Struct("<Q")
 _TAG = struct.Struct("<I")
 _CHOSEN = b"\1"
-MEETING = TOKEN + 4  # the tag of messages of machines that join, or come back
+MEETING, ANSWER = TOKEN + 4, TOKEN + 6  # tags of machines that join or come back, and of answers
 LIMIT = 2**20  # bytes of one of them
 RUNNING, AWAY, READY = "running", "away", "ready"
 ENDED, STRANGER, MISBEHAVED = range(3)  # codes of closed connections
@@ -495,7 +495,7 @@ class Node:
             if former is not None:
                 former.close(ENDED, "the machine has come back")
             self.returned(key, link, False)
-            await link.send(MEETING, encoded(answer))
+            await link.send(ANSWER, encoded(answer))
             if decoded(await link.receive_any(MEETING, LIMIT)) == READY:
                 self.returned(key, link, True)
         except (TimeoutError, self._iroh.IrohError, PeerLost, BadMessage, ValueError, TypeError):
