@@ -3,6 +3,8 @@
 import signal
 from pathlib import Path
 
+import pytest
+
 from powergossip.network.resilient.links import LOST
 from tests.harness import machines
 from tests.harness.machines import Machine
@@ -13,6 +15,7 @@ SETTINGS += ["worker_timeout=5"]
 NEW = ["new", "--workers", "3", *SETTINGS]
 
 
+@pytest.mark.slow
 def test_the_first_machine_comes_back_and_all_start_again_from_checkpoints(tmp_path: Path) -> None:
     """In the end, one of them is killed, and the others complete the run."""
     with machines.run(tmp_path, [*NEW, "num_epochs=100000", "gossip=asynchronous"]) as running:
