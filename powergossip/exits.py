@@ -141,7 +141,7 @@ def end_alone(
         everywhere = isinstance(error, BadInput) or (
             isinstance(error, Stopped) and error.in_all_processes
         )
-        if everywhere and group.rank > 0:
+        if everywhere and not group.is_first:
             time.sleep(1.0)  # mpirun may discard what the first process is about to report
         elif isinstance(error, Stopped | BadInput):
             report(error)

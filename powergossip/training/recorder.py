@@ -68,7 +68,7 @@ class Recorder:
             trainer.begin(self.folder)
             yield
             missing = trainer.execution.missing
-            if missing and trainer.processes.rank == 0:
+            if missing and trainer.processes.is_first:
                 print(complete_without(missing, trainer.config.n_workers))
         except Dropped:
             self.output = None  # others write to the folder

@@ -38,7 +38,7 @@ _HANDSHAKE = 10.0  # seconds
 _AT_ONCE = 32  # handshakes
 _STREAMS = 2**15  # of a connection and direction: one for each tag
 _PART = 2**20  # bytes of a long message that are copied at once
-_QUIET = 10.0  # seconds between two lines about strangers
+QUIET = 10.0  # seconds between two lines about strangers
 _SIZE = struct.Struct("<Q")
 _TAG = struct.Struct("<I")
 _CHOSEN = b"\1"
@@ -86,10 +86,11 @@ class Link:
     Attributes:
         key: Public key of the machine.
         name: Its name in errors.
+        connection: The connection of iroh.
     """
 
     def __init__(self, key: bytes, connection: Any):
-        self.key, self.name, self._connection = key, f"machine {key.hex()[:8]}", connection
+        self.key, self.name, self.connection = key, f"machine {key.hex()[:8]}", connection
         self._outgoing: dict[int, tuple[asyncio.Lock, asyncio.Future[Any]]] = {}
         self._inboxes: dict[int, _Inbox] = {}
         self._offence = ""
@@ -98,39 +99,39 @@ class Link:
 
     @property
     def is_lost(self) -> bool:
-        return self._connection.close_reason() is not None
+        return self.connection.close_reason() is not None
 
     @property
     def address(self) -> str:
         """The address of the other machine as this one sees it, or ""."""
-        paths = (path for path in self._connection.paths() if path.is_ip)
+        paths = (path for path in self.connection.paths() if path.is_ip)
         return next((path.remote_addr for path in paths), "")
 
     @property
     def is_silent(self) -> bool:
         """True if it is lost because nothing has arrived: the other machine may live."""
-        return "timed out" in (self._connection.close_reason() or "")
+        return "timed out" in (self.connection.close_reason() or "")
 
     @property
     def packets(self) -> int:
         """The number of packets that have arrived."""
-        return int(self._connection.stats().udp_rx_datagrams)
+        return int(self.connection.stats().udp_rx_datagrams)
 
     def ping(self) -> None:
         """Send a packet that the other machine acknowledges."""
-        self._connection.send_datagram(b"")
+        self.connection.send_datagram(b"")
 
     @property
     def sent_bytes(self) -> int:
         """Bytes of the UDP datagrams that this machine has sent, with all headers of QUIC."""
-        return int(self._connection.stats().udp_tx_bytes)
+        return int(self.connection.stats().udp_tx_bytes)
 
     def close(self, code: int, text: str) -> None:
-        self._connection.close(code, text.encode()[:200])
+        self.connection.close(code, text.encode()[:200])
 
     def lost(self, error: Exception | None = None) -> PeerLost:
         """The error of a lost connection."""
-        text = self._offence or self._connection.close_reason() or str(error)
+        text = self._offence or self.connection.close_reason() or str(error)
         if "timed out" in text:
             text = "no sign of life for 30 s"
         return PeerLost(f"the connection to {self.name} is lost ({text.splitlines()[0]})")
@@ -139,7 +140,7 @@ class Link:
         """Assign the streams that the other machine opens to their tags."""
         with suppress(iroh().IrohError):
             while True:
-                stream = await self._connection.accept_uni()
+                stream = await self.connection.accept_uni()
                 (tag,) = _TAG.unpack(await stream.read_exact(_TAG.size))
                 self._inbox(tag).opened(stream)
 
@@ -176,7 +177,7 @@ class Link:
             raise self.lost(error) from None
 
     async def _open(self, tag: int) -> Any:
-        stream = await self._connection.open_uni()
+        stream = await self.connection.open_uni()
         await stream.write_all(_TAG.pack(tag))
         return stream
 
@@ -214,7 +215,7 @@ class Link:
 
     async def _next(self, inbox: _Inbox) -> tuple[int, Any]:
         """The length of the next message of a tag, and its stream."""
-        closed = asyncio.ensure_future(self._connection.closed())
+        closed = asyncio.ensure_future(self.connection.closed())
         try:
             if not inbox.stream.done():  # a lost connection opens none
                 await asyncio.wait([inbox.stream, closed], return_when=asyncio.FIRST_COMPLETED)
@@ -246,6 +247,7 @@ class Node:
         returned: Function that receives their keys and links, and whether they ask to be admitted.
             None before the machines of the run are connected, and where nobody may come back.
         is_away: True if this machine has come back and is not ready yet.
+        endpoint: The endpoint of iroh.
         arrived: Links of machines that have called this one, while it meets others.
     """
 
@@ -262,16 +264,16 @@ class Node:
         self._links: dict[bytes, asyncio.Future[Link]] = {}
         self._places: dict[bytes, tuple[str, ...]] = {}
         self._handshakes = 0
-        self._strangers, self._told = 0, -_QUIET
+        self._strangers, self._told = 0, -QUIET
         self._tasks: set[asyncio.Task[Any]] = set()
         self._relay = relay
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
         self.arrived: asyncio.Queue[Link] = self.wait(self._queue())
-        self._endpoint = self.wait(self._bind(key, port))
+        self.endpoint = self.wait(self._bind(key, port))
         for address in others:
-            self.wait(self._endpoint.add_external_addr(address))
+            self.wait(self.endpoint.add_external_addr(address))
         self.start(self._welcome_all())
         atexit.register(self.close, "it has ended")
 
@@ -315,16 +317,20 @@ class Node:
     @property
     def addresses(self) -> tuple[str, ...]:
         """Addresses IP:PORT of this machine, as it knows them. Without a network, the host's."""
-        found = self._endpoint.addr().direct_addresses()[:MOST]
+        found = self.endpoint.addr().direct_addresses()[:MOST]
         return addresses_of(found or [f"127.0.0.1:{self.port}"])
 
     @property
     def relay(self) -> str:
-        return str(self._endpoint.addr().relay_url() or "")
+        return str(self.endpoint.addr().relay_url() or "")
 
     @property
     def port(self) -> int:
-        return int(self._endpoint.bound_sockets()[0].rpartition(":")[2])
+        return int(self.endpoint.bound_sockets()[0].rpartition(":")[2])
+
+    @property
+    def is_closed(self) -> bool:
+        return not self._thread.is_alive()
 
     def close(self, text: str, seconds: float = 2.0) -> None:
         """Close all connections, and tell the others why. The thread ends."""
@@ -333,13 +339,13 @@ class Node:
             for link in self._links.values():
                 if link.done() and not link.cancelled() and not link.exception():
                     link.result().close(ENDED, text)
-            await self._endpoint.close()
+            await self.endpoint.close()
             tasks = asyncio.all_tasks() - {asyncio.current_task()}
             for task in tasks:  # the library must not call Python when that has ended
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-        if not self._thread.is_alive():
+        if self.is_closed:
             return
         with suppress(Exception):
             self.wait(close(), seconds)
@@ -401,7 +407,7 @@ class Node:
         while not self._future(key).done():
             connection: Any = None
             try:
-                connection = await self._endpoint.connect(address, PROTOCOL)
+                connection = await self.endpoint.connect(address, PROTOCOL)
                 stream = await connection.open_bi()
                 await handshake.dial(stream, self._secret, self.key, key)
                 await self._choose(key, connection, stream)
@@ -430,7 +436,7 @@ class Node:
 
     async def _welcome_all(self) -> None:
         """Answer the calls of other machines."""
-        while (incoming := await self._endpoint.accept_next()) is not None:
+        while (incoming := await self.endpoint.accept_next()) is not None:
             if self._handshakes >= _AT_ONCE:
                 await incoming.refuse()
                 continue
@@ -504,7 +510,7 @@ class Node:
     def _tell(self, text: str) -> None:
         """A line about a stranger, now and then."""
         self._strangers += 1
-        if time.monotonic() - self._told >= _QUIET:
+        if time.monotonic() - self._told >= QUIET:
             self._told = time.monotonic()
             print(f"{self._strangers} callers rejected, the last one: {text}", file=sys.stderr)
 

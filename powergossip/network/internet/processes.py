@@ -57,7 +57,6 @@ class Machines(Processes):
         super().__init__()
         self.node, self.name, self._keys = node, name, keys
         self.rank, self.size = keys.index(node.key), len(keys)
-        self._ended = False
 
     def connect_all(self, come_back: Callable[[int, Link, bool], None]) -> dict[int, Link]:
         """The connections to all processes that can be reached. All processes call it.
@@ -91,9 +90,7 @@ class Machines(Processes):
 
     def leave(self) -> None:
         """Close all connections."""
-        if not self._ended:
-            self._ended = True
-            self.node.close("it has ended")
+        self.node.close("it has ended")
 
 
 class InternetProcesses(Machines):
@@ -153,7 +150,7 @@ class InternetProcesses(Machines):
         if self.rank:
             first = await self.link(0)
             await first.send(tag, own)
-            values = _decoded(first, await first.receive_any(tag, _LONGEST * self.size))
+            values = _decoded(first.name, await first.receive_any(tag, _LONGEST * self.size))
             return [value.tobytes() for value in values]
         links = await self._links()
         received = await asyncio.gather(*(link.receive_any(tag, _LONGEST) for link in links))
@@ -187,7 +184,7 @@ class InternetProcesses(Machines):
 
     def gather(self, value: T) -> list[T]:
         found = self._wait(self._start(_VALUES, self._gather(_VALUES, encoded(value))))
-        return [_value(process, octets) for process, octets in enumerate(found)]
+        return [_decoded(f"process {rank}", octets) for rank, octets in enumerate(found)]
 
     def broadcast(self, value: T) -> T:
         return self.gather(value if self.rank == 0 else None)[0]  # type: ignore[return-value]
@@ -214,13 +211,13 @@ class InternetProcesses(Machines):
         check: Callable[[int, np.ndarray], None],
         ahead: Callable[[int], None],
     ) -> None:
-        if self._ended:
+        if self.node.is_closed:
             return
         work = self._start(_BARRIER, self._gather_arrays(_BARRIER, token))
         since: dict[int, float] = {}
         with standstill.waiting(self.rank, range(self.size)):
             while not work.done():
-                time.sleep(0.001)
+                time.sleep(0.01)
                 now = time.monotonic()
                 for process in self.node.wait(self._ahead()):
                     if now - since.setdefault(process, now) >= max(patience, _AHEAD):
@@ -247,14 +244,13 @@ class InternetProcesses(Machines):
     def finalize(self) -> None:
         """Wait for the others, for a while: a connection that is closed takes its last messages
         with it."""
-        if not self._ended:
+        if not self.node.is_closed:
             with suppress(PeerLost, TimeoutError):
                 own = np.zeros(1, dtype=np.uint8)
                 self._start(_BARRIER, self._gather_arrays(_BARRIER, own)).result(_PARTING)
             self.leave()
 
     def end(self, code: int) -> NoReturn:
-        self._ended = True
         self.node.close(f"it has ended with exit code {code}")
         sys.stdout.flush()
         sys.stderr.flush()
@@ -269,18 +265,11 @@ def _memory(octets: Tensor) -> memoryview:
     return memoryview(octets.numpy())  # type: ignore[arg-type]  # NumPy's stubs know no Buffer
 
 
-def _decoded(link: Link, octets: bytes) -> Any:
+def _decoded(name: str, octets: bytes) -> Any:
     try:
         return decoded(octets)
     except BadMessage as error:
-        raise PeerLost(f"{link.name} has sent what is no message ({error})") from None
-
-
-def _value(process: int, octets: bytes) -> Any:
-    try:
-        return decoded(octets)
-    except BadMessage as error:
-        raise PeerLost(f"process {process} has sent what is no message ({error})") from None
+        raise PeerLost(f"{name} has sent what is no message ({error})") from None
 
 
 class InternetChannel:

@@ -116,6 +116,10 @@ class LiveProcesses(Processes):
     def index(self) -> int:
         return self._peers.own
 
+    @property
+    def is_first(self) -> bool:
+        return self.writes  # each reports to the owner of its machine
+
     def _set_members(self, members: set[int]) -> None:
         own = self._peers.own
         self.members = sorted(members)
