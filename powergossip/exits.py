@@ -141,7 +141,7 @@ def end_alone(
         everywhere = isinstance(error, BadInput) or (
             isinstance(error, Stopped) and error.in_all_processes
         )
-        if everywhere and group.rank > 0:
+        if everywhere and not group.is_first:
             time.sleep(1.0)  # mpirun may discard what the first process is about to report
         elif isinstance(error, Stopped | BadInput):
             report(error)
@@ -149,8 +149,10 @@ def end_alone(
             text = "".join(traceback.format_exception(kind, error, trace))
             print(f"\nprocess {process} failed:\n{text}", file=sys.stderr, flush=True)
         if not (everywhere or isinstance(error, Signaled)) and others_live():
+            group.finalize()
             _flush()
-            os.kill(os.getpid(), signal.SIGKILL)
+            if ulfm.enabled():
+                os.kill(os.getpid(), signal.SIGKILL)
         code = code_of(error)
         if everywhere:
             end_others()

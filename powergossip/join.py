@@ -14,15 +14,24 @@ worker. After an interruption, every machine starts again with the name of the r
 resume=true: first the first one, then the others.
 
     powergossip-join NAME --output-dir DIR resume=true
+
+With on_worker_loss=continue, the others go on without a machine that has left. The same command on
+it, with the name of the run, enters the run again. A machine that was silent for too long, such as
+one without a network, does so by itself: for an hour, it looks for the others.
 """
 
 import argparse
+import os
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from powergossip.errors import BadInput
+from powergossip import exits
+from powergossip.errors import BadInput, Dropped, PeerLost, Stopped
 from powergossip.runs import configuration
+
+_LONGEST = 3600.0  # seconds for which a machine that was silent looks for the others
 
 
 def main(arguments: Sequence[str] | None = None) -> Path:
@@ -36,13 +45,15 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     parser.add_argument("--workers")
     parser.add_argument("--allow", action="append", default=[])
     parser.add_argument("--output-dir")
+    parser.add_argument("--return", action="store_true", dest="returns")  # see _come_back
     try:
         options, rest = parser.parse_known_args(rest)
     except argparse.ArgumentError as error:
         raise BadInput(str(error)) from error
     if ticket == "new" and options.workers is None:
         raise BadInput("new: use --workers N, the number of machines, with it")
-    rest += [f"ticket={ticket}"]
+    options.own = rest
+    rest = [*rest, f"ticket={ticket}"]
     rest += [f"n_workers={options.workers}"] if options.workers is not None else []
 
     import train
@@ -51,8 +62,17 @@ def main(arguments: Sequence[str] | None = None) -> Path:
         from powergossip.network.internet import meeting
         from powergossip.training.definition import settings, shown
 
-    if not meeting.is_first(ticket):
-        asked = meeting.ask(ticket, meeting.Options.of(_ticket_options(rest)))
+    options_of_ticket = meeting.Options.of(_ticket_options(rest))
+    asked, since = None, time.monotonic()
+    while asked is None:
+        try:
+            asked = meeting.ask(ticket, options_of_ticket)
+        except PeerLost:
+            if not options.returns or time.monotonic() - since > _LONGEST:
+                raise
+        if not options.returns:
+            break
+    if asked is not None:
         name = asked.ticket.name
         try:
             found = settings(asked.definition, options.allow)
@@ -62,9 +82,28 @@ def main(arguments: Sequence[str] | None = None) -> Path:
         print(f"run {name}, defined by the first machine:\n{shown(found)}\n", flush=True)
         for key, value in found.items():
             train.config[key] = value
+        if asked.goes_on:
+            rest = ["resume=auto", *rest]
         options.output_dir = options.output_dir or str(Path("output") / name)
     rest += ["--output-dir", options.output_dir] if options.output_dir else []
-    return train.main(rest)
+    try:
+        return train.main(rest)
+    except Stopped as error:
+        if type(error) in (Dropped, Stopped):
+            _come_back(error, options)
+        raise
+
+
+def _come_back(error: Stopped, options: argparse.Namespace) -> None:
+    """Begin this program anew, to enter the run again: the others go on without this machine."""
+    from powergossip.network import processes
+
+    exits.report(error)
+    sys.stdout.flush()
+    name = getattr(processes(), "name")  # noqa: B009 of machines with a ticket
+    words = [name, "--return", "--output-dir", options.output_dir or str(Path("output") / name)]
+    words += [word for value in options.allow for word in ("--allow", value)]
+    os.execv(sys.executable, [sys.executable, "-m", "powergossip.join", *words, *options.own])
 
 
 def _ticket_options(arguments: Sequence[str]) -> dict[str, object]:

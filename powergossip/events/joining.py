@@ -1,6 +1,6 @@
 """The lives of workers, and the start of one that joins: the mean of its neighbors' models."""
 
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,11 @@ class Life:
     worker: Worker
     actions: Generator[Action, None, None]
     action: Action
+
+
+def sources(neighbors: Iterable[int], present: Sequence[int]) -> list[int]:
+    """The workers from whose models one begins: its neighbors that are there, or else all."""
+    return [j for j in neighbors if j in present] or list(present)
 
 
 class Clock:
@@ -116,11 +121,11 @@ class VirtualTime(Clock):
         for worker in workers.values():
             view = union(view, worker.view)
         edges = self._make(index, view, 0).edges
-        sources = [j for j in edges if j in workers] or sorted(workers)
+        of = sources(edges, sorted(workers))
         for rows in self._models:
-            rows[index] = torch.stack([rows[j] for j in sources]).mean(0)
-        for j in sources:
+            rows[index] = torch.stack([rows[j] for j in of]).mean(0)
+        for j in of:
             self.counter.add(j, 8 * sum(rows[j].nbytes for rows in self._models))
         if steps is None:
-            steps = sum(workers[j].steps for j in sources) // len(sources)
-        return self._make(index, view, steps), sources
+            steps = sum(workers[j].steps for j in of) // len(of)
+        return self._make(index, view, steps), of

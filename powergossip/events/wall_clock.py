@@ -7,18 +7,21 @@ announce the end of a run of steps, and all survivors agree on it.
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from powergossip.events import event_log
 from powergossip.events.deadline import Deadline
 from powergossip.events.event_log import Entry
-from powergossip.events.joining import Clock, Compute, Make
+from powergossip.events.joining import Clock, Compute, Make, sources
 from powergossip.events.members import View, raised, union
 from powergossip.events.packing import bits_of_view, packed, unpacked
 from powergossip.events.worker import Action, Worker
@@ -54,12 +57,14 @@ class WallClock(Clock):
             step waits for an exchange longer than its deadline.
         measure: measure("communication") is the context of waiting for messages.
         counter: Counter of the bits and messages of each worker of this process.
+        models: Memory of its workers' models, tensors [worker, ...]: x, buffers.
 
     Attributes:
         now: Seconds since the start.
         workers: Workers of this process, by index.
         order_file: File to which the events of these workers are written, or None. Set before
             `run`.
+        of_run: Function that returns what a process that comes back must know of the run.
     """
 
     def __init__(
@@ -71,10 +76,13 @@ class WallClock(Clock):
         survives: bool,
         measure: Callable[[str], AbstractContextManager[Any]] = nullcontext,
         counter: Counter | None = None,
+        models: Sequence[Tensor] = (),
     ):
         super().__init__(make, compute, counter or Counter(len(links.workers)))
         self.links = links
         self._together, self.survives, self._measure = together, survives, measure
+        self._models = models
+        self.of_run: Callable[[], Any] = lambda: None
         self._rows = {worker: row for row, worker in enumerate(links.workers)}
         self.order_file: Path | None = None
         self._started = time.monotonic()
@@ -84,6 +92,8 @@ class WallClock(Clock):
         self._noted = (0.0, -1)  # time of the last note, and its steps
         self._began = (0.0, 0.0, 0.0)  # of `run`: time, progress, and this process's progress
         self._ended, self._stopped = -1, False
+        self._entered: bool | None = None  # the result of `run` where this process has come back
+        self._seen_returning: list[int] = []
         # Workers that have not begun: nothing is sent before `run`.
         self._new = [make(index, self._versions, 0) for index in links.workers]
 
@@ -127,22 +137,89 @@ class WallClock(Clock):
         whether the steps are taken, the same in all processes. All messages that were sent have
         then arrived.
         """
-        while self._new:
-            worker = self._new.pop(0)
-            self._begin(worker)
-            self._send(worker)
+        if self._entered is not None:
+            complete, self._entered = self._entered, None
+            return complete
+        self._begin_new()
         self._began = time.monotonic(), self.progress, self._own_progress
         self._note_progress(steps)
         while not self._over(steps):
-            if asked() and not self._stopped:
+            if (asked() or self._somebody_returns()) and not self._stopped:
                 self._announce(_STOP)
                 self._stopped = True
             elif not self._turn(steps):
                 self._idle()
-        votes = self.links.group.gather(self._done(steps))
+        own = self._done(steps), self.links.returning(), self._versions
+        votes, returning, versions = zip(*self.links.group.gather(own), strict=True)
         self._receive()
         self._stopped = False
-        return all(votes) if self._together else any(votes)
+        complete = all(votes) if self._together else any(votes)
+        if entering := sorted(set.intersection(*map(set, returning))):
+            self._admit(entering, reduce(union, versions), complete)
+        return complete
+
+    def _begin_new(self) -> None:
+        while self._new:
+            worker = self._new.pop(0)
+            self._begin(worker)
+            self._send(worker)
+
+    # --- Processes that come back ---
+
+    def _somebody_returns(self) -> bool:
+        """True once for each process that asks this one to be admitted."""
+        before, self._seen_returning = self._seen_returning, self.links.returning()
+        return bool(set(self._seen_returning) - set(before))
+
+    def _admit(self, processes: list[int], versions: View, complete: bool) -> None:
+        """Admit processes, in all survivors, with workers that begin anew."""
+        back = [worker for worker, home in self.links.homes.items() if home in processes]
+        versions = tuple(v + (1 + (v % 2 == 0)) * (w in back) for w, v in enumerate(versions))
+        steps = {index: lives.worker.steps for index, lives in self._lives.items()}
+        self._versions = union(self._versions, versions)
+        for lives in self._lives.values():
+            lives.worker.learn(self._versions)
+            self._write_order(lives.worker)
+        self._pending = {edge: of for edge, of in self._pending.items() if edge[1] not in back}
+        for process in processes:
+            self._progress.pop(process, None)
+
+        def welcome(process: int) -> Any:
+            present = [worker for worker in self.everybody if worker not in back]
+            wanted = {
+                j
+                for worker, home in self.links.homes.items()
+                if home == process
+                for j in sources(known.neighbors(worker), present)
+            }
+            models = {j: self._model(j) for j in wanted & set(self._lives)}
+            return complete, list(self._versions), steps, models, self.of_run()
+
+        known = next(iter(self._lives.values())).worker
+        self.links.admit(processes, welcome)
+
+    def _model(self, index: int) -> list[Tensor]:
+        row = self._rows[index]
+        self.counter.add(row, 8 * sum(rows[row].nbytes for rows in self._models))
+        return [rows[row].clone() for rows in self._models]
+
+    def enter(self) -> Any:
+        """Enter a run that goes on, when the others admit this process. Returns their `of_run`."""
+        models: dict[int, list[Tensor]] = {}
+        steps: dict[int, int] = {}
+        for complete, versions, of_workers, of_models, _ in (found := self.links.enter()).values():
+            self._entered, self._versions = complete, union(self._versions, tuple(versions))
+            steps |= of_workers
+            models |= of_models
+        self._new = []
+        for index in self.links.workers:
+            begin = sources(self._make(index, self._versions, 0).edges, sorted(models))
+            for number, rows in enumerate(self._models):
+                rows[self._rows[index]] = torch.stack([models[j][number] for j in begin]).mean(0)
+            taken = sum(steps[j] for j in begin) // len(begin)
+            self._new.append(self._make(index, self._versions, taken))
+        self._begin_new()
+        return next(iter(found.values()))[-1]
 
     def end_epoch(self, epoch: int) -> None:
         """Write the end of an epoch to `order_file`. All processes call it, after `run`."""

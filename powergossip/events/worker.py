@@ -197,6 +197,10 @@ class Worker:
             if j not in self.late and self._policy.waits(self.edges[j], self.steps)
         ]
 
+    def neighbors(self, index: int) -> list[int]:
+        """The neighbors of a worker in the view of this one."""
+        return list(self._members.weights(self.view)[index])
+
     # --- Exchanges ---
 
     def _start_all(self) -> None:

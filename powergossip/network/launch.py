@@ -215,13 +215,14 @@ def _by_ticket(
 ) -> Processes:
     """The processes of machines that meet with a ticket."""
     from powergossip.network.internet import meeting
-    from powergossip.network.internet.processes import InternetProcesses
+    from powergossip.network.internet.processes import InternetProcesses, Machines
 
     if backend != "auto" or launcher.has_started_this():
         raise BadInput("ticket: start one process on each machine, with distributed_backend=auto")
     given = meeting.Options.of(options)
     node, keys, known = meeting.connect(ticket, size, given, definition)
-    return InternetProcesses(node, keys, known.name)
+    kind = Machines if node.is_away else InternetProcesses
+    return kind(node, keys, known.name)
 
 
 def _check_launch(backend: str) -> None:

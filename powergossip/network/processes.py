@@ -133,6 +133,11 @@ class Processes:
     def is_mpi(self) -> bool:
         return self.transport == "mpi"
 
+    @property
+    def are_linked(self) -> bool:
+        """True if their workers can exchange by edges."""
+        return self.transport in ("mpi", "internet")
+
     def _find_local(self) -> None:
         """Set `local_rank`, `local_size` and `threads`. All processes call it."""
         own, here = cores(), hashlib.sha256(repr(host()).encode()).hexdigest()

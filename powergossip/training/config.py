@@ -133,7 +133,7 @@ class RunKeys:
     #   With exact-diffusion and a2cid2, also the delay that asynchronous exchanges are expected to
     #   have
     on_worker_loss: str = "end"  # when a process has ended or is stopped: end the run, or continue
-    #   without its workers, which needs mpirun --with-ft ulfm
+    #   without its workers, which needs mpirun --with-ft ulfm, or a ticket
     worker_timeout: float = 30.0  # seconds without a sign of life until a process counts as lost
     record_order: bool = False  # write the order of late exchanges to order.jsonl, which a scenario
     #   can replay

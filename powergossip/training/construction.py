@@ -152,9 +152,10 @@ def _losses(c: Settings) -> Losses | None:
 
 
 def transport(network: Network) -> str:
-    """The transport of a run's messages: none, mpi, gloo or nccl. All processes call it."""
+    """The transport of a run's messages: none, mpi, gloo, nccl or internet. All processes call
+    it."""
     if network.processes.can_be_lost:
-        return "mpi"
+        return network.processes.transport
     channel = network.connection.channel
     return "none" if channel is None else channel.name
 

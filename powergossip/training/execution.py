@@ -51,9 +51,11 @@ class Execution:
         run: Parts of a run that trains.
         local, rule: The local optimizer and the learning rule of all hosted workers, or None.
         time_is_virtual: True if `seconds` are not the real clock's.
+        is_away: True if this process comes back to a run that goes on.
     """
 
     time_is_virtual = False
+    is_away = False
     run: Computation
     rule: Any = None
     local: Any = None
@@ -90,6 +92,10 @@ class Execution:
 
     def begin(self, folder: Path) -> None:
         """Prepare for the first step, with files in the folder of the run."""
+
+    def enter(self, position: Position) -> Position:
+        """The position of this process in the run: a later one if it comes back to it."""
+        return position
 
     def train_step(self, epoch: int, step: int) -> dict[str, Tensor]:
         """Train one step of the hosted workers. Returns the batches' metrics, each [worker]."""

@@ -68,7 +68,7 @@ class Recorder:
             trainer.begin(self.folder)
             yield
             missing = trainer.execution.missing
-            if missing and trainer.processes.rank == 0:
+            if missing and trainer.processes.is_first:
                 print(complete_without(missing, trainer.config.n_workers))
         except Dropped:
             self.output = None  # others write to the folder
@@ -145,7 +145,7 @@ def _print_start(trainer: Trainer, resumed: Path | None) -> None:
         )
     elif settings.log_verbosity > 0:
         print(configuration.changed(settings.as_dict(), Config))
-        if resumed is not None:
+        if resumed is not None and not trainer.execution.is_away:
             print(f"resumed after step {trainer.step} of {trainer.total_steps}")
             if trainer.workers_before != settings.n_workers:
                 print(resizing.sentence(trainer.workers_before, settings.n_workers))

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from powergossip import tasks
 from powergossip.network import Processes
+from powergossip.runs import metrics
 from powergossip.runs.checkpoints import Checkpoints
 from powergossip.runs.metrics import Hooks
 from powergossip.runs.progress import Progress
@@ -58,7 +59,9 @@ class Trainer:
         self.metrics_bytes = 0  # of metrics.jsonl that belong to the steps so far
         self.workers_before = config.n_workers  # their number in the checkpoint of a resumed run
         self.restored: str | None = None  # name of that checkpoint
-        if resume_from is not None:
+        if resume_from is not None and self.execution.is_away:
+            self.metrics_bytes = metrics.complete_bytes(resume_from / metrics.FILE)
+        elif resume_from is not None:
             self._resume(resume_from)
         self.evaluation = Evaluation(
             config, self.execution.view, self.task, self.steps_per_epoch, self.rows
@@ -125,7 +128,7 @@ class Trainer:
                 0.
             save_first: If True, the restored state is saved again, with a new metrics_offset.
         """
-        c, position = self.config, self.position
+        c, position = self.config, self.execution.enter(self.position)
         self.execution.watch.start()
         if self.workers_before != c.n_workers:
             self.rows("workers", c.n_workers, position.epoch)

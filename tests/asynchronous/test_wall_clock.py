@@ -24,7 +24,7 @@ from powergossip.runs.checkpoints import Checkpoints
 from powergossip.training import ending
 from powergossip.training.asynchronous.execution import AcrossProcesses
 from powergossip.training.trainer import Trainer
-from tests.harness import launch
+from tests.harness import internet, launch
 from tests.harness.asynchronous import (
     METHODS,
     SURVIVING,
@@ -87,6 +87,19 @@ def test_synchronous_exchanges_have_the_bits_of_the_virtual_clock(method, with_u
         own = len(run.network.workers)
         bits = expected.network.bits[:own] + views * expected.network.messages[:own]
         assert run.network.bits.tolist() == bits.tolist()
+
+
+@pytest.mark.parallel(2)
+@pytest.mark.parametrize("method", ["power", "momentum"])
+def test_machines_with_a_ticket_have_the_same_bits(method, monkeypatch):
+    monkeypatch.setattr(Links, "end_alone", lambda links: None)
+    monkeypatch.setattr(wall_clock.WallClock, "find_late", lambda *_: None)
+    values = {**TINY, **METHODS[method]}
+    run, rows = trained(internet.under_mpi(), **values, **SURVIVING)
+    expected, _ = on_virtual_clock(**values, scenario={})
+    assert torch.equal(run.parameters.x, own_rows(run, expected))
+    assert select(rows, "workers")["value"].tolist() == [4, 4], "in the rows of every machine"
+    run.end()
 
 
 @pytest.mark.parallel([2, 4])

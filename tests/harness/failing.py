@@ -45,7 +45,7 @@ from collections.abc import Callable
 from typing import Any
 
 import train
-from powergossip.network.resilient.messages import Wire
+from powergossip.network.resilient.messages import MPIWire
 from powergossip.runs import checkpoints, configuration
 from powergossip.runs.metrics import MetricsLog
 from powergossip.training import construction, recorder
@@ -162,7 +162,7 @@ checkpoints.Checkpoints.save = with_calls(  # type: ignore[method-assign]
 Trainer.__init__ = with_making(Trainer.__init__)  # type: ignore[method-assign]
 if not plan.get("report", True):
     recorder.report = lambda *_: None
-before(Wire, "send", "message", first=0)
+before(MPIWire, "send", "message", first=0)
 before(checkpoints, "write_part", "save", half=lambda path, *_: path.write_bytes(b"half"))
 before(checkpoints.Checkpoints, "publish", "publish")
 before(MetricsLog, "write", "row", half=half_a_row)

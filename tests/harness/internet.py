@@ -32,7 +32,9 @@ def under_mpi() -> InternetProcesses:
         node, members = host.meet()
     else:
         ticket = tickets.read(world.bcast(None))
-        node, members = meeting.call(ticket, record, options).enter()
+        asked = meeting.call(ticket, record, options)
+        assert asked is not None
+        node, members = asked.enter()
     return InternetProcesses(node, members, ticket.name)
 
 
@@ -46,6 +48,7 @@ def in_threads(size: int) -> list[InternetProcesses]:
         if rank == 0:
             return InternetProcesses(*host.meet(), host.ticket.name)
         asked = meeting.call(host.ticket, prepare(rank, keys, secret)[1], options)
+        assert asked is not None
         assert asked.definition == "the definition"
         return InternetProcesses(*asked.enter(), host.ticket.name)
 

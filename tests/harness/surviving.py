@@ -5,8 +5,8 @@ python tests/harness/surviving.py stop SECONDS     process 1 is stopped for that
 python tests/harness/surviving.py busy SECONDS     process 1 sleeps, and 3 holds Python's lock
 python tests/harness/surviving.py split TIMEOUT    the network between even and odd processes fails
 
-With HOSTS as a last argument, the processes believe to be on so many hosts, in turn. The survivors
-print rows in JSON.
+With HOSTS as a last argument, the processes believe to be on so many hosts, in turn. With 0, they
+are machines that meet with a ticket. The survivors print rows in JSON.
 """
 
 import json
@@ -24,8 +24,10 @@ import numpy as np
 from mpi4py import MPI
 
 from powergossip.network.resilient.links import Links
-from powergossip.network.resilient.messages import Wire
+from powergossip.network.resilient.messages import MPIWire
+from tests.harness import internet
 
+SIZE = MPI.COMM_WORLD.size
 LIMIT = 60  # seconds after which a program that hangs ends
 
 
@@ -39,6 +41,13 @@ def die_after(seconds: float) -> None:
     timer = threading.Timer(seconds, lambda: os.kill(os.getpid(), signal.SIGKILL))
     timer.daemon = True
     timer.start()
+
+
+def linked(worker_timeout: float) -> Links:
+    medium = MPI.COMM_WORLD if hosts > 0 else internet.under_mpi()
+    links = Links(medium, range(SIZE), worker_timeout)
+    links.end_alone()
+    return links
 
 
 class Chatter:
@@ -79,13 +88,11 @@ class Chatter:
 
 
 def kills(seed: int) -> None:
-    communicator = MPI.COMM_WORLD
     draw = random.Random(seed)
-    victims = draw.sample(range(communicator.size), draw.choice([1, 2]))
+    victims = draw.sample(range(SIZE), draw.choice([1, 2]))
     times = {victim: draw.uniform(0.0, 0.6) for victim in victims}
     elements = draw.choice([10, 30_000, 3_000_000])
-    links = Links(communicator, range(communicator.size), worker_timeout=20)
-    links.end_alone()
+    links = linked(20 if hosts > 0 else 2)
     if links.process in times:
         die_after(times[links.process])
     chatter = Chatter(links, elements)
@@ -104,7 +111,7 @@ def kills(seed: int) -> None:
         process=links.process,
         members=survivors.members,
         rank=survivors.rank,
-        expected=sorted(set(range(communicator.size)) - set(victims)),
+        expected=sorted(set(range(SIZE)) - set(victims)),
         sizes=survivors.gather(sizes),
         detected={v: chatter.lost[v] - died[v] for v in victims},
     )
@@ -112,9 +119,7 @@ def kills(seed: int) -> None:
 
 
 def stop(seconds: float) -> None:
-    communicator = MPI.COMM_WORLD
-    links = Links(communicator, range(communicator.size), worker_timeout=0.6)
-    links.end_alone()
+    links = linked(0.6)
     pids = links.group.gather(os.getpid())
     chatter = Chatter(links, 1000)
     chatter.run(0.2)
@@ -130,9 +135,7 @@ def stop(seconds: float) -> None:
 
 
 def busy(seconds: float) -> None:
-    communicator = MPI.COMM_WORLD
-    links = Links(communicator, range(communicator.size), worker_timeout=0.3)
-    links.end_alone()
+    links = linked(0.3)
     chatter = Chatter(links, 1000)
     chatter.run(0.2)
     since = time.monotonic()
@@ -147,18 +150,16 @@ def busy(seconds: float) -> None:
 
 
 def split(timeout: float) -> None:
-    communicator = MPI.COMM_WORLD
-    links = Links(communicator, range(communicator.size), timeout)
-    links.end_alone()
+    links = linked(timeout)
     chatter = Chatter(links, 1000)
     chatter.run(0.5)
-    send = Wire.send
+    send = MPIWire.send
 
-    def send_near(self: Wire, process: int, *message: Any, **named: Any) -> None:
+    def send_near(self: MPIWire, process: int, *message: Any, **named: Any) -> None:
         if (process - self.own) % 2 == 0:
             send(self, process, *message, **named)
 
-    Wire.send = send_near  # type: ignore[method-assign]
+    MPIWire.send = send_near  # type: ignore[method-assign]
     chatter.run(5 * timeout)
     links.group.barrier()
     row(process=links.process, members=links.group.members)
@@ -167,9 +168,10 @@ def split(timeout: float) -> None:
 
 if __name__ == "__main__":
     die_after(LIMIT)
-    kind, argument, *hosts = sys.argv[1:]
-    if hosts:
-        own = f"host-{MPI.COMM_WORLD.rank % int(hosts[0])}"
+    kind, argument, *more = sys.argv[1:]
+    hosts = int(more[0]) if more else 1
+    if hosts > 1:
+        own = f"host-{MPI.COMM_WORLD.rank % hosts}"
         socket.gethostname = lambda: own
     if kind == "kills":
         kills(int(argument))

@@ -13,7 +13,7 @@ from mpi4py import MPI
 
 from powergossip import ulfm
 from powergossip.network.resilient.links import LOST, Links
-from tests.harness import launch
+from tests.harness import internet, launch
 
 ULFM = ("--with-ft", "ulfm")
 
@@ -50,6 +50,25 @@ def test_messages_of_any_length_arrive_once_and_in_order(elements: int) -> None:
     assert links.lost() == set()
     links.group.barrier()
     assert links.group.size == size
+    links.finish()
+
+
+@pytest.mark.parallel([2, 4])
+def test_machines_with_a_ticket_have_the_same_messages_and_operations() -> None:
+    machines = internet.under_mpi()
+    links = Links(machines, [process for process in range(machines.size) for _ in range(2)])
+    for elements in (0, 100, 300_000):
+        exchanged(links, elements, messages=3)
+    survivors = links.group
+    found = survivors.gather({"rank": survivors.rank, "of": np.arange(2)})
+    assert [value["rank"] for value in found] == survivors.members == [*range(machines.size)]
+    assert survivors.sum(np.array([1.0, survivors.rank])).tolist()[0] == machines.size
+    assert survivors.broadcast(f"of {survivors.rank}") == "of 0"
+    others = set(survivors.members) - {links.process}
+    assert links.alive == set(links.homes)
+    links.note(b"progress")
+    survivors.barrier()
+    assert {source for source, _ in links.notes()} == others
     links.finish()
 
 
@@ -138,13 +157,18 @@ def surviving(*arguments: Any, code: int = 0, size: int = 4) -> tuple[list[dict[
 
 
 # 24: processes 0 and 1 end, with messages of 3 MB
-SEEDS = [24, *(pytest.param(s, marks=pytest.mark.slow) for s in range(1, 31) if s != 24)]
+KILLS = [
+    pytest.param(seed, hosts, marks=() if (seed, hosts) in ((24, 1), (9, 0)) else pytest.mark.slow)
+    for seed in range(1, 31)
+    for hosts in ((1 + seed % 3, 0) if seed in (3, 9, 15, 27) else (1 + seed % 3,))
+]
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_survivors_of_kills_at_random_times_agree_and_go_on(seed: int) -> None:
-    rows, errors = surviving("kills", seed, 1 + seed % 3, code=LOST)
-    assert errors == ""
+@pytest.mark.parametrize(("seed", "hosts"), KILLS)
+def test_survivors_of_kills_at_random_times_agree_and_go_on(seed: int, hosts: int) -> None:
+    """hosts=0: machines that meet with a ticket."""
+    rows, errors = surviving("kills", seed, hosts, code=LOST)
+    assert errors == "" or hosts == 0
     expected = rows[0]["expected"]
     assert sorted(row["process"] for row in rows) == expected
     for row in rows:
@@ -155,17 +179,20 @@ def test_survivors_of_kills_at_random_times_agree_and_go_on(seed: int) -> None:
         assert max(row["detected"].values()) < 5
 
 
-@pytest.mark.parametrize("hosts", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("hosts", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 0))])
 def test_a_process_that_is_busy_for_longer_than_worker_timeout_is_not_lost(hosts: int) -> None:
     """Nor on another host: a heartbeat speaks for it, or one of its host."""
     rows, errors = surviving("busy", 1.5, hosts)
-    assert errors == ""
+    assert errors == "" or hosts == 0
     assert [row["members"] for row in rows] == 4 * [[0, 1, 2, 3]]
 
 
 @pytest.mark.parametrize(
     ("seconds", "hosts"),
-    [(1.5, 4), *(pytest.param(s, h, marks=pytest.mark.slow) for s, h in ((1.5, 1), (0, 2)))],
+    [
+        (1.5, 4),
+        *(pytest.param(s, h, marks=pytest.mark.slow) for s, h in ((1.5, 1), (0, 2), (1.5, 0))),
+    ],
 )
 def test_a_process_that_is_stopped_for_too_long_is_lost_and_ends(
     seconds: float, hosts: int

@@ -3,10 +3,15 @@
 The first machine waits for the others. Each of them calls it, receives the definition of the run,
 a text that is shown and checked before, says that it is ready, and waits. When all are ready, all
 get the keys and addresses of all. Later connections follow from the messages, in any pair.
+
+A machine that starts again calls all machines of the run. If the run goes on without it, they tell
+it the definition. It then says to all of them when it is ready.
 """
 
 import asyncio
+import json
 import os
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -18,17 +23,23 @@ from powergossip.network.internet import tickets
 from powergossip.network.internet.binding import iroh
 from powergossip.network.internet.codec import BadMessage, decoded, encoded
 from powergossip.network.internet.handshake import LENGTH
-from powergossip.network.internet.node import Link, Node
-from powergossip.network.internet.tickets import Record, Ticket
-from powergossip.network.processes import TOKEN
+from powergossip.network.internet.node import (
+    ANSWER,
+    LIMIT,
+    MEETING,
+    PATIENCE,
+    READY,
+    RUNNING,
+    Link,
+    Node,
+)
+from powergossip.network.internet.tickets import Place, Record, Ticket
 
 NEW = "new"
-_MEETING = TOKEN + 4  # the tag of these messages
-_LIMIT = 2**20  # bytes of one of them
 _LOOK = 0.2  # seconds
+_FIRST = 5.0  # seconds for which the first machine looks for a run that goes on
+_ALL = 3.0  # seconds from the first answer of a run that goes on to the last one
 OPTIONS = "port, addresses and relay"
-
-Place = tuple[bytes, tuple[str, ...]]  # public key and addresses of a machine
 
 
 @dataclass
@@ -78,19 +89,26 @@ class Asked:
     definition: str
     node: Node
     link: Link
+    record: Record
+
+    @property
+    def goes_on(self) -> bool:
+        """True if the run goes on without this machine."""
+        return self.node.is_away
 
     def enter(self) -> tuple[Node, list[bytes]]:
         """Wait until all machines are ready. Returns the keys of all, by process."""
         try:
-            places = self.node.wait(self._enter())
+            places = self.record.places if self.goes_on else self.node.wait(self._enter())
         except BaseException:
             self.node.close("it has left")
             raise
+        self.record.save_places(self.ticket.name, places)
         return self.node, _begin(self.node, places)
 
     async def _enter(self) -> list[Place]:
-        await self.link.send(_MEETING, encoded("ready"))
-        places = decoded(await self.link.receive_any(_MEETING, _LIMIT))
+        await self.link.send(MEETING, encoded(READY))
+        places = decoded(await self.link.receive_any(ANSWER, LIMIT))
         return _checked(places, self.ticket)
 
     def leave(self, text: str) -> None:
@@ -99,27 +117,45 @@ class Asked:
 
 
 _asked: dict[str, Asked] = {}  # by the ticket's text
+_idle: dict[str, Node] = {}  # of a first machine that has looked for its run, by its key
 
 
-def ask(text: str, options: Options) -> Asked:
-    """Call the first machine of a ticket, or of the name of a run. Raises BadInput or PeerLost."""
-    _asked[text] = call(*_known(text), options)
-    return _asked[text]
+def ask(text: str, options: Options) -> Asked | None:
+    """Call the machines of a ticket, or of the name of a run. Raises BadInput or PeerLost.
+
+    Returns None on the first machine unless the run goes on without it.
+    """
+    found = None if text == NEW else call(*_known(text), options)
+    if found is not None:
+        _asked[text] = found
+    return found
 
 
-def call(ticket: Ticket, record: Record, options: Options) -> Asked:
-    """Call the first machine with the record of this one. Raises PeerLost."""
+def call(ticket: Ticket, record: Record, options: Options) -> Asked | None:
+    """`ask` with the record of this machine."""
+    is_first = public(bytes.fromhex(record.key)) == ticket.key
+    if is_first and not record.members:
+        return None
     node = _node(ticket, record, options)
     try:
+        for key, addresses in record.places:
+            node.knows(key, addresses)
         node.knows(ticket.key, ticket.addresses)
-        link, definition = node.wait(_ask(node, ticket))
+        known = [key for key, _ in record.places if key not in (node.key, ticket.key)]
+        work = _ask_all(node, [*known, ticket.key][: len(known) if is_first else None])
+        work = asyncio.wait_for(work, _FIRST if is_first else None)
+        link, definition = node.wait(work)
+    except TimeoutError:
+        node.call(node.meet_connected)
+        _idle[record.key] = node
+        return None
     except BadMessage as error:
         node.close("it has left")
         raise PeerLost(f"the first machine does not speak this protocol ({error})") from error
     except BaseException:
         node.close("it has left")
         raise
-    return Asked(ticket, definition, node, link)
+    return Asked(ticket, definition, node, link, record)
 
 
 def connect(
@@ -133,18 +169,23 @@ def connect(
         definition: The first machine's text for the others.
     """
     ticket, record = _new(size, options) if text == NEW else _known(text)
-    if public(bytes.fromhex(record.key)) == ticket.key:
-        return *Host(ticket, record, options, definition).meet(), ticket
     asked = _asked.pop(text, None) or call(ticket, record, options)
+    if asked is None:
+        return *Host(ticket, record, options, definition).meet(), ticket
+    asked.node.definition = definition
+    if asked.goes_on:
+        _check_same(ticket.name, json.loads(asked.definition), json.loads(definition))
     return *asked.enter(), ticket
 
 
-def is_first(text: str) -> bool:
-    """True if this machine is the first one of the run."""
-    if text == NEW:
-        return True
-    ticket, record = _known(text)
-    return public(bytes.fromhex(record.key)) == ticket.key
+def _check_same(name: str, theirs: dict[str, Any], own: dict[str, Any]) -> None:
+    """Raise BadInput unless the settings of a run that goes on are those of this machine."""
+    for key, value in theirs.items():  # own ones may have resolved values of a folder, too
+        if key != "resume" and own.get(key) != value:
+            raise BadInput(
+                f"{key}={own.get(key)}: use {value}, as the run {name} has it that goes "
+                "on, or powergossip-join, which takes its settings"
+            )
 
 
 def _new(size: int, options: Options) -> tuple[Ticket, Record]:
@@ -179,17 +220,56 @@ def public(key: bytes) -> bytes:
 
 
 def _node(ticket: Ticket, record: Record, options: Options) -> Node:
+    if record.key in _idle:
+        return _idle.pop(record.key)
     port = options.port or record.port
     return Node(ticket.secret, bytes.fromhex(record.key), port, ticket.relay, options.addresses)
 
 
-async def _ask(node: Node, ticket: Ticket) -> tuple[Link, str]:
-    link = await node.link(ticket.key, "the first machine")
-    await link.send(_MEETING, encoded(list(node.addresses)))
-    definition = decoded(await link.receive_any(_MEETING, _LIMIT))
-    if not isinstance(definition, str):
-        raise BadMessage("no definition")
-    return link, definition
+async def _ask_all(node: Node, keys: Sequence[bytes]) -> tuple[Link, str]:
+    """The first answer of one of these machines. The last one may be the first of a new run."""
+    again = len(keys) > 1
+    asks = [asyncio.ensure_future(_ask(node, key, again)) for key in keys]
+    missing = set(asks)
+    try:
+        while True:
+            done, missing = await asyncio.wait(missing, return_when=asyncio.FIRST_COMPLETED)
+            for answered in done:
+                if not answered.exception():
+                    link, state, definition = answered.result()
+                    node.is_away = state == RUNNING
+                    if node.is_away and missing:
+                        await asyncio.wait(missing, timeout=_ALL)
+                    return link, definition
+            if not missing:
+                asks[-1].result()  # raises
+    finally:
+        for ask in asks:
+            ask.cancel()
+
+
+async def _ask(node: Node, key: bytes, again: bool) -> tuple[Link, str, str]:
+    """The answer of a machine: its link, the state of the run, and the definition.
+
+    Args:
+        again: True if the machine may be about to start, too.
+    """
+    until = time.monotonic() + PATIENCE
+    while True:
+        link = await node.link(key, "the first machine")
+        try:
+            await link.send(MEETING, encoded(list(node.addresses)))
+            state, definition = decoded(await link.receive_any(ANSWER, LIMIT))
+            if not isinstance(definition, str):
+                raise BadMessage("no definition")
+            if state in (NEW, RUNNING):
+                return link, state, definition
+        except PeerLost:
+            if not again or time.monotonic() > until:
+                raise
+        except (ValueError, TypeError) as error:
+            raise BadMessage("no definition") from error
+        await asyncio.sleep(_LOOK)
 
 
 class Host:
@@ -207,10 +287,8 @@ class Host:
         self.ticket = replace(ticket, addresses=addresses)
         self._save()
 
-    def _save(self, members: Sequence[bytes] = ()) -> None:
+    def _save(self) -> None:
         self._record.ticket, self._record.port = str(self.ticket), self._node.port
-        if members:
-            self._record.members = [key.hex() for key in members]
         self._record.save(self.ticket.name)
 
     def meet(self) -> tuple[Node, list[bytes]]:
@@ -226,10 +304,11 @@ class Host:
         )
         try:
             places = self._node.wait(_meet(self._node, self.ticket, self._definition, known))
-            self._save([key for key, _ in places])
+            self._record.save_places(self.ticket.name, places)
         except BaseException:
             self._node.close("the first machine has ended")
             raise
+        self._node.definition = self._definition
         return self._node, _begin(self._node, places)
 
 
@@ -240,9 +319,9 @@ async def _meet(node: Node, ticket: Ticket, definition: str, known: Sequence[byt
 
     async def admit(link: Link) -> None:
         with suppress(PeerLost, BadMessage, ValueError, TypeError):
-            addresses = tickets.addresses_of(decoded(await link.receive_any(_MEETING, _LIMIT)))
-            await link.send(_MEETING, encoded(definition))
-            await link.receive_any(_MEETING, _LIMIT)
+            addresses = tickets.addresses_of(decoded(await link.receive_any(MEETING, LIMIT)))
+            await link.send(ANSWER, encoded([NEW, definition]))
+            await link.receive_any(MEETING, LIMIT)
             seen = [link.address] if link.address else []
             ready[link.key] = tuple(dict.fromkeys([*seen, *addresses]))[: tickets.MOST]
             links[link.key] = link
@@ -266,7 +345,7 @@ async def _meet(node: Node, ticket: Ticket, definition: str, known: Sequence[byt
     others = list(dict.fromkeys(others))[: ticket.size - 1]
     places = [(node.key, node.addresses), *((key, ready[key]) for key in others)]
     for key in others:
-        await links[key].send(_MEETING, encoded([[key, *where] for key, where in _text(places)]))
+        await links[key].send(ANSWER, encoded([[key, *where] for key, where in _text(places)]))
     return places
 
 

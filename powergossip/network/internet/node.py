@@ -25,8 +25,10 @@ from typing import Any, TypeVar
 from powergossip.errors import BadInput, PeerLost
 from powergossip.network.internet import handshake
 from powergossip.network.internet.binding import iroh
+from powergossip.network.internet.codec import BadMessage, decoded, encoded
 from powergossip.network.internet.handshake import LENGTH
 from powergossip.network.internet.tickets import MOST, N0, addresses_of
+from powergossip.network.processes import TOKEN
 
 T = TypeVar("T")
 
@@ -40,6 +42,9 @@ QUIET = 10.0  # seconds between two lines about strangers
 _SIZE = struct.Struct("<Q")
 _TAG = struct.Struct("<I")
 _CHOSEN = b"\1"
+MEETING, ANSWER = TOKEN + 4, TOKEN + 6  # tags of machines that join or come back, and of answers
+LIMIT = 2**20  # bytes of one of them
+RUNNING, AWAY, READY = "running", "away", "ready"
 ENDED, STRANGER, MISBEHAVED = range(3)  # codes of closed connections
 _REFUSALS: dict[type[BaseException], str] = {
     handshake.WrongSecret: "another secret",
@@ -103,6 +108,20 @@ class Link:
         return next((path.remote_addr for path in paths), "")
 
     @property
+    def is_silent(self) -> bool:
+        """True if it is lost because nothing has arrived: the other machine may live."""
+        return "timed out" in (self.connection.close_reason() or "")
+
+    @property
+    def packets(self) -> int:
+        """The number of packets that have arrived."""
+        return int(self.connection.stats().udp_rx_datagrams)
+
+    def ping(self) -> None:
+        """Send a packet that the other machine acknowledges."""
+        self.connection.send_datagram(b"")
+
+    @property
     def sent_bytes(self) -> int:
         """Bytes of the UDP datagrams that this machine has sent, with all headers of QUIC."""
         return int(self.connection.stats().udp_tx_bytes)
@@ -128,11 +147,12 @@ class Link:
     def _inbox(self, tag: int) -> _Inbox:
         if tag not in self._inboxes:
             if len(self._inboxes) > _STREAMS:
-                raise self._misbehaved("too many streams")
+                raise self.misbehaved("too many streams")
             self._inboxes[tag] = _Inbox()
         return self._inboxes[tag]
 
-    def _misbehaved(self, text: str) -> PeerLost:
+    def misbehaved(self, text: str) -> PeerLost:
+        """Close the connection. Returns the error."""
         self._offence = text
         self.close(MISBEHAVED, text)
         return self.lost()
@@ -167,7 +187,7 @@ class Link:
         async with inbox.turn:
             length, stream = await self._next(inbox)
             if length != len(memory):
-                raise self._misbehaved(f"{length} bytes have come instead of {len(memory)}")
+                raise self.misbehaved(f"{length} bytes have come instead of {len(memory)}")
             try:
                 for first in range(0, length, _PART):
                     part = memory[first : first + _PART]
@@ -182,7 +202,7 @@ class Link:
         async with inbox.turn:
             length, stream = await self._next(inbox)
             if length > limit:
-                raise self._misbehaved(f"a message of {length} bytes has come, above {limit}")
+                raise self.misbehaved(f"a message of {length} bytes has come, above {limit}")
             parts, missing = [], length
             try:
                 while missing:
@@ -223,6 +243,10 @@ class Node:
         key: Public key of this machine.
         members: Public keys that are let in. None: every one that knows the secret.
         meets: True until the run has its machines: they may come, leave and come again.
+        definition: Definition of a run that goes on, for machines that come back to it.
+        returned: Function that receives their keys and links, and whether they ask to be admitted.
+            None before the machines of the run are connected, and where nobody may come back.
+        is_away: True if this machine has come back and is not ready yet.
         endpoint: The endpoint of iroh.
         arrived: Links of machines that have called this one, while it meets others.
     """
@@ -234,6 +258,8 @@ class Node:
         self._secret = secret
         self.members: set[bytes] | None = None
         self.meets = True
+        self.definition, self.is_away = "", False
+        self.returned: Callable[[bytes, Link, bool], None] | None = None
         self.key = self._iroh.SecretKey.from_bytes(key).public().to_bytes()
         self._links: dict[bytes, asyncio.Future[Link]] = {}
         self._places: dict[bytes, tuple[str, ...]] = {}
@@ -353,6 +379,15 @@ class Node:
         link.result().name = name or link.result().name
         return link.result()
 
+    def meet_connected(self) -> None:
+        """Regard all machines that are connected as ones that have called this one."""
+        while not self.arrived.empty():
+            self.arrived.get_nowait()
+        for key in self._links:
+            link = self.known_link(key)
+            if link is not None and not self.arrived.full():
+                self.arrived.put_nowait(link)
+
     def known_link(self, key: bytes) -> Link | None:
         """The connection to a machine, if there is one."""
         found = self._links.get(key)
@@ -425,6 +460,11 @@ class Node:
                     raise PermissionError
                 stream = await connection.accept_bi()
                 await handshake.accept(stream, self._secret, self.key, key)
+                if self.returned is not None:
+                    task = asyncio.ensure_future(self._take_back(key, connection, stream))
+                    self._tasks.add(task)
+                    task.add_done_callback(self._tasks.discard)
+                    return
                 await self._choose(key, connection, stream)
             link = self._future(key)
             if self.meets and link.done() and not self.arrived.full():
@@ -441,6 +481,31 @@ class Node:
                 self._tell(text)
         finally:
             self._handshakes -= 1
+
+    async def _take_back(self, key: bytes, connection: Any, stream: Any) -> None:
+        """Answer a member that calls after it has left, and wait until it is ready."""
+        assert self.returned is not None
+        try:
+            async with asyncio.timeout(_HANDSHAKE):
+                if self.key < key:
+                    await stream.send().write_all(_CHOSEN)
+                elif await stream.recv().read_exact(1) != _CHOSEN:
+                    raise BadMessage("another end of the handshake")
+                link = Link(key, connection)
+                places = addresses_of(decoded(await link.receive_any(MEETING, LIMIT)))
+            answer = [AWAY if self.is_away else RUNNING, self.definition]
+            self.knows(key, places)
+            former = self.known_link(key)
+            self._links[key] = asyncio.get_running_loop().create_future()
+            self._links[key].set_result(link)
+            if former is not None:
+                former.close(ENDED, "the machine has come back")
+            self.returned(key, link, False)
+            await link.send(ANSWER, encoded(answer))
+            if decoded(await link.receive_any(MEETING, LIMIT)) == READY:
+                self.returned(key, link, True)
+        except (TimeoutError, self._iroh.IrohError, PeerLost, BadMessage, ValueError, TypeError):
+            connection.close(MISBEHAVED, b"it has not come back")
 
     def _tell(self, text: str) -> None:
         """A line about a stranger, now and then."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from powergossip.errors import PeerLost
 from powergossip.network import standstill
 from powergossip.network.internet.codec import BadMessage, decoded, encoded
-from powergossip.network.internet.node import Link, Node
+from powergossip.network.internet.node import MEETING, READY, Link, Node
 from powergossip.network.processes import (
     TOKEN,
     Pieces,
@@ -35,11 +35,11 @@ _PARTING = 10.0  # seconds, at the end of the program
 _AHEAD = 2.0  # seconds after which a message of a further step is no overtaking
 
 
-class InternetProcesses(Processes):
-    """Processes that have met with a ticket, one on each machine.
+class Machines(Processes):
+    """The processes of a run, one on each machine.
 
-    They agree over connections to process 0. Other connections follow from the messages: a pair of
-    processes that exchanges none has none.
+    This class is for a machine that comes back to a run that goes on: until the others admit it, it
+    agrees with itself alone.
 
     Args:
         keys: Public keys by process.
@@ -57,9 +57,63 @@ class InternetProcesses(Processes):
         super().__init__()
         self.node, self.name, self._keys = node, name, keys
         self.rank, self.size = keys.index(node.key), len(keys)
+
+    def connect_all(self, come_back: Callable[[int, Link, bool], None]) -> dict[int, Link]:
+        """The connections to all processes that can be reached. All processes call it.
+
+        Args:
+            come_back: Function that receives, in the node's thread, the new connection of a process
+                that has left, and whether it asks to be admitted.
+        """
+        found = self._connected()
+
+        def returned(key: bytes, link: Link, asks: bool) -> None:
+            come_back(self._keys.index(key), link, asks)
+
+        self.node.returned = returned
+        return found
+
+    def _connected(self) -> dict[int, Link]:
+        links = {process: self.known_link(process) for process in range(self.size)}
+        return {process: link for process, link in links.items() if link and not link.is_lost}
+
+    def known_link(self, process: int) -> Link | None:
+        """The connection to a process, if there is one."""
+        return self.node.known_link(self._keys[process])
+
+    def ask_all(self) -> None:
+        """Ask the others to admit this process."""
+        self.node.is_away = False
+        for link in self._connected().values():
+            with suppress(PeerLost):
+                self.node.wait(link.send(MEETING, encoded(READY)))
+
+    def leave(self) -> None:
+        """Close all connections."""
+        self.node.close("it has ended")
+
+
+class InternetProcesses(Machines):
+    """Processes that have met with a ticket.
+
+    They agree over connections to process 0. Other connections follow from the messages: a pair of
+    processes that exchanges none has none.
+    """
+
+    def __init__(self, node: Node, keys: Sequence[bytes], name: str):
+        super().__init__(node, keys, name)
         self._turns: dict[int, asyncio.Lock] = {}
         atexit.register(self.finalize)
         self._find_local()
+
+    def _connected(self) -> dict[int, Link]:
+        async def links() -> list[Link]:
+            return await asyncio.gather(*(self.link(process) for process in others))
+
+        others = [process for process in range(self.size) if process != self.rank]
+        found = dict(zip(others, self.node.wait(links()), strict=True))
+        self.gather(None)  # all have all of them
+        return found
 
     async def link(self, process: int) -> Link:
         """The connection to a process."""
@@ -194,7 +248,7 @@ class InternetProcesses(Processes):
             with suppress(PeerLost, TimeoutError):
                 own = np.zeros(1, dtype=np.uint8)
                 self._start(_BARRIER, self._gather_arrays(_BARRIER, own)).result(_PARTING)
-            self.node.close("it has ended")
+            self.leave()
 
     def end(self, code: int) -> NoReturn:
         self.node.close(f"it has ended with exit code {code}")

@@ -12,7 +12,7 @@ import ipaddress
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,8 @@ _NAME = re.compile(r"[a-z][a-z0-9-]{0,39}")
 _LONGEST = 4096  # characters
 MOST = 16  # addresses of a machine
 N0 = "n0"
+
+Place = tuple[bytes, tuple[str, ...]]  # public key and addresses of a machine
 
 
 @dataclass(frozen=True)
@@ -103,13 +105,27 @@ class Record:
         ticket: The text of the ticket.
         key: Secret key of this machine, in hexadecimal digits.
         port: UDP port of this machine.
-        members: Public keys by process. Only the first machine has them.
+        members: Public keys by process, once the run has its machines.
+        addresses: Addresses by process.
     """
 
     ticket: str
     key: str
     port: int = 0
     members: list[str] = field(default_factory=list)
+    addresses: list[list[str]] = field(default_factory=list)
+
+    @property
+    def places(self) -> list[Place]:
+        """The keys and addresses of the machines, as far as they are known."""
+        keys = map(bytes.fromhex, self.members)
+        where = [*self.addresses, *([] for _ in self.members)]
+        return [(key, tuple(of)) for key, of in zip(keys, where, strict=False)]
+
+    def save_places(self, name: str, places: Sequence[Place]) -> None:
+        self.members = [key.hex() for key, _ in places]
+        self.addresses = [list(addresses) for _, addresses in places]
+        self.save(name)
 
     def save(self, name: str) -> None:
         """Write the file, readable by its owner only. Raises BadInput."""

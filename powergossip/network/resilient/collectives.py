@@ -1,7 +1,5 @@
 """Collective operations of the processes that survive."""
 
-import pickle
-import socket
 import time
 from collections.abc import Callable, Iterable
 from typing import TypeVar
@@ -101,35 +99,45 @@ class LiveProcesses(Processes):
 
     Attributes:
         members: Indices of the processes, ascending. `rank` is the position of this process in it.
+        calls: Number of gatherings so far, equal in all processes.
     """
 
-    transport = "mpi"
     can_be_lost = True
 
     def __init__(self, peers: Peers):
         super().__init__()
         self._peers = peers
-        self._calls = 0  # gatherings so far, equal in all processes
+        self.transport, self.has_own_files = peers.wire.transport, peers.wire.has_own_files
+        self.calls = 0
         self._early: dict[int, list[tuple[int, int, Tensor]]] = {}  # by gathering
-        self._set_members(peers.alive)
+        self._set_members(set(peers.identities))
 
     @property
     def index(self) -> int:
         return self._peers.own
+
+    @property
+    def is_first(self) -> bool:
+        return self.writes  # each reports to the owner of its machine
 
     def _set_members(self, members: set[int]) -> None:
         own = self._peers.own
         self.members = sorted(members)
         self.rank, self.size = self.members.index(own), len(self.members)
         identities = self._peers.identities
-        host = socket.gethostname()
+        host = identities[own].host
         here = [process for process in self.members if identities[process].host == host]
         self.local_rank, self.local_size = here.index(own), len(here)
 
     def collect(self, value: Payload) -> dict[int, Tensor]:
-        """The bytes of all survivors by process, ascending. Waits for all that live."""
-        peers, call = self._peers, self._calls
-        self._calls += 1
+        """The bytes of all survivors by process, ascending. Waits for all that live.
+
+        A process that has come back has its own alone, until the others admit it.
+        """
+        peers, call = self._peers, self.calls
+        if peers.is_away:
+            return {peers.own: octets(value)}
+        self.calls += 1
         gathering = Consensus(peers.own, value)
         since = time.monotonic()
         with standstill.waiting(peers.own, peers.alive):
@@ -154,13 +162,16 @@ class LiveProcesses(Processes):
     def check_present(self) -> None:
         self._peers.advance()
 
+    def finalize(self) -> None:
+        self._peers.liveness.close()
+
     def barrier(self) -> None:
         """Wait for all survivors."""
         self.collect(b"")
 
     def gather(self, value: T) -> list[T]:
-        found = self.collect(pickle.dumps(value)).values()
-        return [pickle.loads(payload.numpy().tobytes()) for payload in found]
+        wire = self._peers.wire
+        return [wire.decoded(found) for found in self.collect(wire.encoded(value)).values()]
 
     def broadcast(self, value: T) -> T:
         return self.gather(value)[0]

@@ -4,11 +4,11 @@ import time
 from collections.abc import Mapping
 
 from powergossip.errors import Dropped, Stopped
-from powergossip.network.resilient.heartbeats import Identity, Liveness
+from powergossip.network.resilient.heartbeats import Identity, SignsOfLife
 from powergossip.network.resilient.messages import Envelope, Payload, Wire
 
-# Kinds of messages. The layers above send the first three.
-DATA, NOTE, GROUP, LOST, DROPPED = range(5)
+# Kinds of messages. The layers above send the first three, and the last one.
+DATA, NOTE, GROUP, LOST, DROPPED, WELCOME = range(6)
 
 _LOOKS = 20  # at signs of life, within worker_timeout
 _SHORTEST_BACKOFF, _LONGEST_BACKOFF = 20e-6, 1e-3  # seconds
@@ -37,23 +37,28 @@ class Peers:
     Attributes:
         own: Rank of this process.
         alive: Ranks of the processes that are not lost, own included.
+        is_away: True in a process that has come back, until the others admit it.
     """
 
     def __init__(
         self,
         wire: Wire,
-        liveness: Liveness,
+        liveness: SignsOfLife,
         identities: Mapping[int, Identity],
         worker_timeout: float,
+        is_away: bool = False,
     ):
         self.wire, self.own, self.liveness = wire, wire.own, liveness
         self.identities = dict(identities)
         self.worker_timeout = worker_timeout
-        self.alive = set(identities)
+        self.is_away = is_away
+        self.alive = {wire.own} if is_away else set(identities)
         self._advanced = self._looked = time.monotonic()
         self._silence = dict.fromkeys(identities, 0.0)  # seconds, by process
         self._out_of_reach: set[int] = set()  # lost for their silence, unless seen to be stopped
-        self._arrived: dict[int, list[Envelope]] = {DATA: [], NOTE: [], GROUP: []}
+        self._arrived: dict[int, list[Envelope]] = {
+            kind: [] for kind in (DATA, NOTE, GROUP, WELCOME)
+        }
 
     def send(
         self, process: int, kind: int, i: int = 0, j: int = 0, k: int = 0, payload: Payload = b""
@@ -66,7 +71,7 @@ class Peers:
     def take(self, kind: int) -> list[Envelope]:
         """The messages of a kind, not from lost processes, that came since the last call."""
         taken, self._arrived[kind] = self._arrived[kind], []
-        return [message for message in taken if message.source in self.alive]
+        return [m for m in taken if m.source in self.alive or self.is_away]
 
     def has(self, kind: int) -> bool:
         """True if `take` would return messages."""
@@ -129,6 +134,21 @@ class Peers:
             self._out_of_reach.add(process)
         if seen or self.liveness.sees(process):
             self._out_of_reach.discard(process)
+
+    def admit(self, process: int) -> None:
+        """A process that was lost is there again. All survivors call it at the same time."""
+        if process in self.alive:
+            self._remove(process, seen=False)  # its loss was not noticed
+        self.wire.admit(process)
+        self.alive.add(process)
+        self._out_of_reach.discard(process)
+        self._silence[process] = 0.0
+
+    def begin(self, alive: set[int]) -> None:
+        """This process is one of these again."""
+        for process in alive & self.wire.lost:  # that have come back with it
+            self.wire.admit(process)
+        self.is_away, self.alive = False, alive
 
     def _check_side(self) -> None:
         """Raise Stopped, or Dropped in all but one process, on the smaller side of a network."""

@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import isinf
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from powergossip.network.resilient.messages import Wire, decoded, encoded
+from powergossip.network.resilient.messages import MPIWire, decoded, encoded
 
 _BEATS = 10  # heartbeats within worker_timeout
 
@@ -76,6 +76,22 @@ def _stat(pid: int) -> tuple[str, str]:
     return fields[0], fields[19]
 
 
+class SignsOfLife(Protocol):
+    """Whether the other processes live."""
+
+    def lives(self, process: int) -> bool:
+        """True if a process has shown since the last call that it runs."""
+
+    def sees(self, process: int) -> bool:
+        """True if this process sees the other one in /proc."""
+
+    def remove(self, process: int) -> None:
+        """A process is lost."""
+
+    def close(self) -> None:
+        """End the work in the background."""
+
+
 class Liveness:
     """Signs of life of the other processes of a communicator. All of them construct it.
 
@@ -112,7 +128,7 @@ class Liveness:
         everywhere = all(first.sees(of) for of in self._identities.values())
         if everywhere or isinf(worker_timeout) or MPI.Query_thread() < MPI.THREAD_MULTIPLE:
             return
-        self._wire = Wire(communicator)
+        self._wire = MPIWire(communicator)
         self._thread.start()
         atexit.register(self.close)  # before MPI_Finalize
 

@@ -4,17 +4,18 @@ import atexit
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from torch import Tensor
 
 from powergossip import exits
+from powergossip.errors import PeerLost
 from powergossip.network.processes import LONGEST
 from powergossip.network.resilient.collectives import LiveProcesses
-from powergossip.network.resilient.failure_detector import DATA, NOTE, Peers
-from powergossip.network.resilient.heartbeats import Liveness, exchange_identities
-from powergossip.network.resilient.messages import Payload, Wire, octets
+from powergossip.network.resilient.failure_detector import DATA, NOTE, WELCOME, Peers
+from powergossip.network.resilient.heartbeats import Liveness, SignsOfLife, exchange_identities
+from powergossip.network.resilient.messages import MPIWire, Payload, Wire, octets
 
 LOST = 3  # exit code of a run that is complete without workers that were lost
 _GRACE = 1.0  # seconds that a process has to end after the notice that it was dropped
@@ -49,18 +50,28 @@ class Links:
         worker_timeout: float = 30.0,
         longest: int = LONGEST,
     ):
-        """All processes of the communicator (mpi4py) call it.
+        """All processes of the communicator call it.
 
         Args:
+            communicator: Communicator of mpi4py, or InternetProcesses.
             homes: Rank of the process of each worker.
             longest: Largest number of bytes of one MPI message. Longer messages are sent in
                 several.
             worker_timeout: Seconds of silence after which a process counts as lost.
         """
-        identities = exchange_identities(communicator)
-        wire = Wire(communicator, longest)
-        liveness = Liveness(communicator, wire.own, identities, worker_timeout)
-        self._peers = Peers(wire, liveness, identities, worker_timeout)
+        wire: Wire
+        liveness: SignsOfLife
+        if getattr(communicator, "transport", None) == "internet":
+            from powergossip.network.internet.wire import InternetWire, identities_of
+
+            identities = identities_of(communicator)
+            wire = liveness = InternetWire(communicator)
+            away = wire.is_away
+        else:
+            identities, away = exchange_identities(communicator), False
+            wire = MPIWire(communicator, longest)
+            liveness = Liveness(communicator, wire.own, identities, worker_timeout)
+        self._peers = Peers(wire, liveness, identities, worker_timeout, away)
         self.group = LiveProcesses(self._peers)
         self.process, self.homes = wire.own, dict(enumerate(homes))
         self.workers = sorted(w for w, home in self.homes.items() if home == self.process)
@@ -125,6 +136,50 @@ class Links:
         last call: index of the process, payload."""
         return [(message.source, message.payload) for message in self._peers.take(NOTE)]
 
+    # --- Processes that come back ---
+
+    @property
+    def is_away(self) -> bool:
+        """True in a process that has come back, until it has entered the run."""
+        return self._peers.is_away
+
+    def returning(self) -> list[int]:
+        """Processes that ask to be admitted."""
+        return sorted(self._peers.wire.returning())
+
+    def admit(self, processes: Sequence[int], welcome: Callable[[int], Any]) -> None:
+        """These processes enter the run. All survivors call it after the same collective operation.
+
+        Args:
+            welcome: Function that returns the value that a process receives from this one.
+        """
+        peers, wire = self._peers, self._peers.wire
+        for process in processes:
+            peers.admit(process)
+        self._reported &= set(self.homes) - self.alive
+        survivors = sorted(peers.alive - set(processes))
+        for process in processes:
+            value = [self.group.calls, survivors, sorted(peers.alive), welcome(process)]
+            peers.send(process, WELCOME, payload=wire.encoded(value))
+
+    def enter(self) -> dict[int, Any]:
+        """Wait until the others admit this process. Returns the `welcome` of each of them."""
+        peers, wire, since = self._peers, self._peers.wire, time.monotonic()
+        wire.ask()
+        found: dict[int, Any] = {}
+        calls, survivors, members = 0, {peers.own}, list[int]()
+        while survivors - wire.lost - set(found):
+            peers.advance()
+            for message in peers.take(WELCOME):
+                calls, others, members, value = wire.decoded(message.payload)
+                survivors, found[message.source] = set(others), value
+            if len(wire.lost) == len(peers.identities) - 1:
+                raise PeerLost("the other machines have ended or are out of reach")
+            peers.backoff(since)
+        peers.begin(set(members))
+        self.group.calls = calls
+        return dict(sorted(found.items()))
+
     def flush(self, seconds: float) -> None:
         """Wait until all messages are sent, or so long."""
         since = time.monotonic()
@@ -161,6 +216,7 @@ class Links:
         """
         self.group.barrier()
         self.flush(1.0)
+        self._peers.wire.part()
         self.end_others()
         self.close()
         if len(self._peers.alive) < len(self._peers.identities):

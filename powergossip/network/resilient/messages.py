@@ -1,9 +1,11 @@
-"""Messages of any length between processes, by MPI, that never block.
+"""Messages of any length between processes that never block: by MPI, or another wire.
 
 A message has a header, a kind, three counters and a payload. With ULFM (mpirun --with-ft ulfm), a
-process that has ended is noticed; without it, MPI ends the job.
+process that has ended is noticed; without it, MPI ends the job. The wire of machines that meet with
+a ticket is in network/internet/wire.py.
 """
 
+import pickle
 import struct
 from collections import deque
 from dataclasses import dataclass
@@ -17,7 +19,7 @@ from powergossip import ulfm
 from powergossip.network.processes import LONGEST
 
 _TAG = 1
-_HEADER = struct.Struct("<iii4xqq")  # kind, i, j, k, bytes of the payload
+HEADER = struct.Struct("<iii4xqq")  # kind, i, j, k, bytes of the payload
 
 Payload = bytes | bytearray | memoryview | np.ndarray | Tensor
 
@@ -45,6 +47,21 @@ def octets(payload: Payload) -> Tensor:
     return torch.frombuffer(bytearray(payload), dtype=torch.uint8)
 
 
+def framed(kind: int, i: int, j: int, k: int, payload: Payload) -> np.ndarray:
+    """A message with its header, a copy."""
+    body = octets(payload)
+    memory = np.empty(HEADER.size + body.numel(), dtype=np.uint8)
+    HEADER.pack_into(memory.data, 0, kind, i, j, k, body.numel())
+    memory[HEADER.size :] = body.numpy()
+    return memory
+
+
+def envelope(source: int, whole: np.ndarray) -> Envelope:
+    """The message of `framed`, in the same memory."""
+    kind, i, j, k, _ = HEADER.unpack_from(whole.data)
+    return Envelope(source, kind, i, j, k, torch.from_numpy(whole[HEADER.size :]))
+
+
 def encoded(processes: set[int]) -> np.ndarray:
     """A set of processes as a payload."""
     return np.array(sorted(processes), dtype=np.int32)
@@ -53,6 +70,67 @@ def encoded(processes: set[int]) -> np.ndarray:
 def decoded(payload: Any) -> set[int]:
     """The set of processes of a payload."""
     return {int(process) for process in payload.numpy().view(np.int32)}
+
+
+class Wire:
+    """Messages to and from other processes.
+
+    Attributes:
+        transport, has_own_files: See Processes.
+        own: Index of this process.
+        ended: Processes that have ended for certain.
+        lost: The ended processes, and those that were given to `remove`.
+    """
+
+    transport: str
+    has_own_files = False
+
+    def __init__(self, own: int):
+        self.own = own
+        self.lost: set[int] = set()
+        self.ended: set[int] = set()
+
+    @property
+    def pending(self) -> int:
+        """The number of messages that are not sent yet."""
+        raise NotImplementedError
+
+    def send(
+        self, process: int, kind: int, i: int = 0, j: int = 0, k: int = 0, payload: Payload = b""
+    ) -> None:
+        """Start to send. The payload is copied. Messages to a lost process are discarded."""
+        raise NotImplementedError
+
+    def receive(self) -> list[Envelope]:
+        """Advance all messages. Returns those that have arrived, by process in order of sending."""
+        raise NotImplementedError
+
+    def remove(self, process: int) -> None:
+        """Discard the messages from and to a process, now and later."""
+        raise NotImplementedError
+
+    def returning(self) -> set[int]:
+        """Lost processes that have come back and wait for `admit`."""
+        return set()
+
+    def admit(self, process: int) -> None:
+        """Exchange messages with a process that has come back."""
+        raise NotImplementedError
+
+    def ask(self) -> None:
+        """Ask the others to admit this process."""
+        raise NotImplementedError
+
+    def part(self) -> None:
+        """After the last message: wait a while until the others have it."""
+
+    def encoded(self, value: Any) -> bytes:
+        """A value as a payload."""
+        return pickle.dumps(value)
+
+    def decoded(self, payload: Tensor) -> Any:
+        """The value of a payload."""
+        return pickle.loads(payload.numpy().tobytes())
 
 
 class _Incoming:
@@ -66,7 +144,7 @@ class _Incoming:
     def add(self, part: np.ndarray) -> np.ndarray | None:
         """The present message with its header, if this is its last part."""
         if not self.received:
-            self.missing = _HEADER.size + _HEADER.unpack_from(part.data)[-1]
+            self.missing = HEADER.size + HEADER.unpack_from(part.data)[-1]
         self.received.append(part)
         self.missing -= part.nbytes
         assert self.missing >= 0
@@ -77,26 +155,22 @@ class _Incoming:
         return whole
 
 
-class Wire:
-    """Messages to and from the processes of a communicator. All of them construct it.
+class MPIWire(Wire):
+    """Messages by MPI, between the processes of a communicator. All of them construct it.
 
     Args:
         longest: Largest number of bytes of one MPI message.
-
-    Attributes:
-        own: Rank of this process.
-        ended: Processes that MPI reports as ended.
-        lost: The ended processes, and those that were given to `remove`.
     """
+
+    transport = "mpi"
 
     def __init__(self, communicator: Any, longest: int = LONGEST):
         from mpi4py import MPI
 
-        assert longest > _HEADER.size
+        assert longest > HEADER.size
         self._mpi = MPI
-        self.own, self.longest = communicator.rank, longest
-        self.lost: set[int] = set()
-        self.ended: set[int] = set()
+        super().__init__(communicator.rank)
+        self.longest = longest
         self._communicator = communicator.Dup()
         self._communicator.Set_errhandler(MPI.ERRORS_RETURN)
         others = [process for process in range(communicator.size) if process != self.own]
@@ -105,19 +179,14 @@ class Wire:
 
     @property
     def pending(self) -> int:
-        """The number of messages that are not sent yet."""
         return sum(map(len, self._sends.values()))
 
     def send(
         self, process: int, kind: int, i: int = 0, j: int = 0, k: int = 0, payload: Payload = b""
     ) -> None:
-        """Start to send. The payload is copied. Messages to a lost process are discarded."""
         if process in self.lost:
             return
-        body = octets(payload)
-        memory = np.empty(_HEADER.size + body.numel(), dtype=np.uint8)
-        _HEADER.pack_into(memory.data, 0, kind, i, j, k, body.numel())
-        memory[_HEADER.size :] = body.numpy()
+        memory = framed(kind, i, j, k, payload)
         for start in range(0, memory.nbytes, self.longest):
             part = memory[start : start + self.longest]
             try:
@@ -128,7 +197,6 @@ class Wire:
             self._sends[process].append((request, part))
 
     def receive(self) -> list[Envelope]:
-        """Advance all messages. Returns those that have arrived, by process in order of sending."""
         self._probe()
         self._finish_sends()
         arrived: list[Envelope] = []
@@ -181,9 +249,7 @@ class Wire:
             while incoming.parts and incoming.parts[0][0].Test():
                 whole = incoming.add(incoming.parts.popleft()[1])
                 if whole is not None:
-                    kind, i, j, k, _ = _HEADER.unpack_from(whole.data)
-                    payload = torch.from_numpy(whole[_HEADER.size :])
-                    arrived.append(Envelope(process, kind, i, j, k, payload))
+                    arrived.append(envelope(process, whole))
         except self._mpi.Exception as error:
             self._lose(process, error)
 

@@ -28,9 +28,12 @@ def make_links(c: Settings, processes: Processes) -> Links:
     """The links of a run. All processes call it."""
     hosted = hosted_workers(c.n_workers, processes.size)
     homes = [worker // hosted for worker in range(c.n_workers)]
-    communicator: Any = getattr(processes, "communicator")  # noqa: B009 of MPI, as checked
-    timeout = c.worker_timeout if ulfm.enabled() else float("inf")
-    links = Links(communicator, homes, timeout)
+    if processes.transport == "internet":
+        links = Links(processes, homes, c.worker_timeout)
+    else:
+        communicator: Any = getattr(processes, "communicator")  # noqa: B009 of MPI, as checked
+        timeout = c.worker_timeout if ulfm.enabled() else float("inf")
+        links = Links(communicator, homes, timeout)
     if c.survives:
         links.end_alone()
     return links
@@ -40,14 +43,14 @@ def make(run: Computation, links: Links | None) -> OnVirtualClock | AcrossProces
     """The execution of a configuration by edges: across processes where there are links."""
     c, counter = run.config, run.network.counter
     workers = EdgeWorkers(run, c.method.resolved(run.network.topology, run.parameters.layout))
+    models = [run.parameters.x, run.parameters.buffers]
     if links is not None:
         together = c.gossip == "synchronous"
         wall = WallClock(
-            links, workers.make, workers.compute, together, c.survives, run.clock, counter
+            links, workers.make, workers.compute, together, c.survives, run.clock, counter, models
         )
         return AcrossProcesses(run, links, workers, wall)
     drawn = scenario.read(c.scenario or {}, c.n_workers, c.seed)
-    models = [run.parameters.x, run.parameters.buffers]
     virtual: VirtualClock | Replay
     if drawn.replay is not None:
         path = Path(drawn.replay)

@@ -116,7 +116,18 @@ class AcrossProcesses(Execution):
         super().__init__(AliveWorkers(run.network, run.parameters, lambda: clock.everybody))
         self.links, self.workers, self.clock, self.run = links, workers, clock, run
         self.parts = {"events": self}
+        self.is_away = links.is_away
         self._folder: Path | None = None  # of the run, once it has begun
+        self._epoch = 0
+        clock.of_run = lambda: {
+            "epoch": self._epoch,
+            "step": self.step,
+            "seconds": self.watch.seconds,
+            "metrics": {
+                name: float(values.mean())
+                for name, values in (dict(workers.last) | workers.means()).items()
+            },
+        }
 
     @property
     def codes(self) -> Sequence[DifferenceCode]:
@@ -141,14 +152,14 @@ class AcrossProcesses(Execution):
             event_log.write(own, lines_of(self.run) + views * self.clock.survives)
 
     def end(self, last: Callable[[], None]) -> None:
-        """The first surviving process calls it. If that is lost meanwhile, the next one does."""
+        """The process that writes calls it. If that is lost meanwhile, the next one does."""
         done = False
         while not done:
-            first = self.links.group.rank == 0
-            if first:
+            writes = self.links.group.writes
+            if writes:
                 self._merge_order()
                 last()
-            done = any(self.links.group.gather(first))
+            done = any(self.links.group.gather(writes))
         self.links.finish()
 
     def _merge_order(self) -> None:
@@ -171,8 +182,19 @@ class AcrossProcesses(Execution):
 
     # --- Epochs ---
 
+    def enter(self, position: Position) -> Position:
+        if not self.links.is_away:
+            return position
+        print("this machine is back; it enters the run when the others have reached it", flush=True)
+        of_run = self.clock.enter()
+        self.step, self.watch.before = of_run["step"], of_run["seconds"]
+        self.workers.begin_with(of_run["metrics"])
+        print(f"it is in the run again after step {self.step}", flush=True)
+        return Position(of_run["epoch"])
+
     def epoch(self, position: Position, signals: Signals) -> Iterator[Moment]:
         """Train an epoch, in stages between which all processes synchronize."""
+        self._epoch = position.epoch
         epoch, per_epoch = position.epoch, self.workers.steps_per_epoch
         first, end = epoch * per_epoch, (epoch + 1) * per_epoch
         step, complete = first, False

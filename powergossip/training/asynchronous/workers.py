@@ -119,20 +119,32 @@ class EdgeWorkers:
         They are the means of a worker's batches since the last call, times the steps of an epoch.
         A worker without a step in the meantime keeps its means of the last epoch.
         """
-        for name, pairs in self._sums.items():
-            # A worker without a step has its last value, or at first the mean of the others.
-            mean = sum(total for total, _ in pairs) / sum(count for _, count in pairs)
-            before = self._last[name].tolist() if name in self._last else [mean] * len(pairs)
-            means = [
-                total / count if count else last
-                for (total, count), last in zip(pairs, before, strict=True)
-            ]
-            self._last[name] = torch.tensor(means, dtype=torch.float64)
+        self._last |= self.means()
         self._sums = {}
         return {
             name: (values * self.steps_per_epoch).to(self._network.device)
             for name, values in self._last.items()
         }
+
+    def means(self) -> dict[str, Tensor]:
+        """The means of the batches since `take_sums`, each [worker]."""
+        found = {}
+        for name, pairs in self._sums.items():
+            # A worker without a step has its last value, or at first the mean of the others.
+            mean = sum(total for total, _ in pairs) / max(1, sum(count for _, count in pairs))
+            before = self._last[name].tolist() if name in self._last else [mean] * len(pairs)
+            means = [
+                total / count if count else last
+                for (total, count), last in zip(pairs, before, strict=True)
+            ]
+            found[name] = torch.tensor(means, dtype=torch.float64)
+        return found
+
+    def begin_with(self, metrics: Mapping[str, float]) -> None:
+        """The metrics of other workers, until these have taken a step."""
+        n = len(self.rows)
+        self._sums = {name: [[0.0, 0] for _ in range(n)] for name in metrics}
+        self._last = {name: torch.full((n,), mean) for name, mean in metrics.items()}
 
     @property
     def sums(self) -> dict[str, list[list[float]]]:

@@ -1,0 +1,222 @@
+"""Messages between machines some of which may leave and come back, for network/resilient.
+
+Each pair of machines has a connection. QUIC moves it to another address, and repeats what is lost,
+until the other machine has been silent for about 30 s. A connection that is closed shows that the
+other process has ended. One that is silent does not.
+"""
+
+import asyncio
+import time
+from collections import deque
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from powergossip.errors import PeerLost
+from powergossip.network.internet.binding import iroh
+from powergossip.network.internet.codec import BadMessage, decoded, encoded
+from powergossip.network.internet.node import Link
+from powergossip.network.internet.processes import Machines
+from powergossip.network.processes import TOKEN
+from powergossip.network.resilient.heartbeats import Identity
+from powergossip.network.resilient.messages import HEADER, Envelope, Payload, Wire, envelope, framed
+
+_TAG = TOKEN + 5
+_LONGEST = 2**32  # bytes of a message
+_HELD = 2**28  # bytes of messages from a process that are read ahead
+_WAITING = 2**32  # bytes of messages to a process that is slow, which is then lost
+_END = -1  # the kind of the last message
+_PARTING = 3.0  # seconds
+
+
+class _Line:
+    """The messages to and from a process over one connection."""
+
+    def __init__(self, link: Link):
+        self.link = link
+        self.outgoing: deque[np.ndarray] = deque()
+        self.incoming: deque[np.ndarray] = deque()
+        self.is_over = False  # nothing more arrives
+        self.heard = -1  # packets
+        self.queued = self.sent = self.read = self.taken = 0  # bytes, each of one thread
+        self._more = asyncio.Event()
+        self._work = asyncio.ensure_future(self._run())
+
+    async def _run(self) -> None:
+        with suppress(PeerLost):
+            await asyncio.gather(self._send(), self._receive())
+        self.is_over = True
+
+    async def _send(self) -> None:
+        while True:
+            while self.outgoing:
+                await self.link.send(_TAG, memoryview(self.outgoing[0].data))
+                self.sent += len(self.outgoing.popleft())
+            self._more.clear()
+            await self._more.wait()
+
+    async def _receive(self) -> None:
+        while True:
+            octets = await self.link.receive_any(_TAG, _LONGEST)
+            whole = np.frombuffer(bytearray(octets), np.uint8)
+            if len(whole) < HEADER.size:
+                raise self.link.misbehaved("a message is too short")
+            self.incoming.append(whole)
+            self.read += len(whole)
+            while self.read - self.taken > _HELD:  # meanwhile QUIC's window stops the sender
+                await asyncio.sleep(0.01)
+
+    def take(self) -> np.ndarray:
+        whole = self.incoming.popleft()
+        self.taken += len(whole)
+        return whole
+
+    def put(self, whole: np.ndarray) -> None:
+        self.queued += len(whole)
+        self.outgoing.append(whole)
+
+    def wake(self) -> None:
+        self._more.set()
+
+    def end(self) -> None:
+        self._work.cancel()
+
+
+class InternetWire(Wire):
+    """Messages between the machines of a run. All of them construct it.
+
+    It shows which machines live, too: QUIC of every machine answers packets, whatever Python does.
+    A process that is stopped answers none.
+
+    Attributes:
+        is_away: True if this machine has come back to a run that goes on.
+    """
+
+    transport = "internet"
+    has_own_files = True
+
+    def __init__(self, machines: Machines):
+        super().__init__(machines.rank)
+        self._machines, self._node, self.is_away = machines, machines.node, machines.node.is_away
+        self._lines: dict[int, _Line] = {}
+        self._asking: dict[int, Link] = {}
+        self._parted: set[int] = set()
+        links = machines.connect_all(self._come_back)
+        self._lines = {
+            process: self._node.wait(self._line(link)) for process, link in links.items()
+        }
+        self.lost = set(range(machines.size)) - set(self._lines) - {self.own}
+
+    async def _line(self, link: Link) -> _Line:
+        return _Line(link)
+
+    # --- Messages ---
+
+    @property
+    def pending(self) -> int:
+        return sum(len(self._lines[p].outgoing) for p in set(self._lines) - self.lost)
+
+    def send(
+        self, process: int, kind: int, i: int = 0, j: int = 0, k: int = 0, payload: Payload = b""
+    ) -> None:
+        if process in self.lost:
+            return
+        line = self._lines[process]
+        if line.queued - line.sent > _WAITING:
+            self.remove(process)
+            return
+        line.put(framed(kind, i, j, k, payload))
+        self._node.call(line.wake)
+
+    def receive(self) -> list[Envelope]:
+        arrived = []
+        for process in set(self._lines) - self.lost:
+            line = self._lines[process]
+            if line.is_over and not line.incoming:
+                if not line.link.is_silent:
+                    self.ended.add(process)
+                    self.remove(process)
+                continue
+            while line.incoming:
+                message = envelope(process, line.take())
+                if message.kind == _END:
+                    self._parted.add(process)
+                else:
+                    arrived.append(message)
+        return arrived
+
+    def remove(self, process: int) -> None:
+        self.lost.add(process)
+
+    def encoded(self, value: Any) -> bytes:
+        return encoded(value)
+
+    def decoded(self, payload: Tensor) -> Any:
+        try:
+            return decoded(payload.numpy().tobytes())
+        except BadMessage as error:
+            raise PeerLost(f"a process has sent what is no message ({error})") from None
+
+    # --- Processes that come back ---
+
+    def _come_back(self, process: int, link: Link, asks: bool) -> None:
+        """In the node's thread: a process has another connection. Its former self has ended."""
+        line = self._lines.get(process)
+        if line is not None and line.link is not link:
+            line.is_over = True
+        if asks:
+            self._asking[process] = link
+
+    def returning(self) -> set[int]:
+        return {process for process, link in list(self._asking.items()) if not link.is_lost}
+
+    def admit(self, process: int) -> None:
+        link = self._asking.pop(process, None) or self._machines.known_link(process)
+        if link is None:
+            return
+        if process in self._lines:
+            self._node.call(self._lines[process].end)
+        self._lines[process] = self._node.wait(self._line(link))
+        for of in (self.lost, self.ended, self._parted):
+            of.discard(process)
+
+    def ask(self) -> None:
+        self._machines.ask_all()
+
+    # --- Signs of life ---
+
+    def lives(self, process: int) -> bool:
+        """True if packets have arrived since the last call. This asks for others."""
+        line = self._lines[process]
+        before, line.heard = line.heard, line.link.packets
+        with suppress(iroh().IrohError):
+            line.link.ping()
+        return line.heard != before
+
+    def sees(self, process: int) -> bool:
+        """False: a process on another machine is in no /proc."""
+        return False
+
+    # --- The end ---
+
+    def part(self) -> None:
+        """A connection that is closed takes its last messages with it."""
+        since = time.monotonic()
+        others = set(self._lines) - self.lost
+        for process in others:
+            self.send(process, _END)
+        while others - self._parted - self.lost and time.monotonic() - since < _PARTING:
+            self.receive()
+            time.sleep(0.005)
+        self.close()
+
+    def close(self) -> None:
+        """End this process' part in the run."""
+        self._machines.leave()
+
+
+def identities_of(machines: Machines) -> dict[int, Identity]:
+    """An identity of each process, on a host of its own."""
+    return {process: Identity(f"machine {process}", 0, "") for process in range(machines.size)}
