@@ -11,6 +11,7 @@ All of this runs in one thread, in coroutines. `Node.wait` runs one for another 
 """
 
 import asyncio
+import ipaddress
 import socket
 import struct
 import sys
@@ -24,7 +25,6 @@ from typing import Any, TypeVar
 from powergossip.errors import BadInput, PeerLost
 from powergossip.network.internet import handshake
 from powergossip.network.internet.binding import iroh
-from powergossip.network.internet.handshake import LENGTH
 from powergossip.network.internet.tickets import MOST, N0, addresses_of
 
 T = TypeVar("T")
@@ -32,8 +32,10 @@ T = TypeVar("T")
 PROTOCOL = b"powergossip/1"
 PATIENCE = 30.0  # seconds, for a connection
 _HANDSHAKE = 10.0  # seconds
-_AT_ONCE = 32  # handshakes
-_STREAMS = 2**15  # of a connection and direction: one for each tag
+_AT_ONCE, _OF_ONE = 32, 4  # handshakes, and those with callers at one address
+_MOST = 2**16  # bytes of a caller before its proof
+_TAGS = 2**15 + 2**8
+_STREAMS = 100  # of tags that this machine does not use yet, at most
 _PART = 2**20  # bytes of a long message that are copied at once
 _QUIET = 10.0  # seconds between two lines about strangers
 _SIZE = struct.Struct("<Q")
@@ -49,6 +51,7 @@ class _Inbox:
         self.turn = asyncio.Lock()
         self.stream: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self.length: asyncio.Future[int] | None = None  # of the next message
+        self.is_used = False  # by this machine
 
     def opened(self, stream: Any) -> None:
         if not self.stream.done():
@@ -83,7 +86,6 @@ class Link:
         self._outgoing: dict[int, tuple[asyncio.Lock, asyncio.Future[Any]]] = {}
         self._inboxes: dict[int, _Inbox] = {}
         self._offence = ""
-        connection.set_max_concurrent_uni_streams(_STREAMS)
         self._accepting = asyncio.ensure_future(self._accept())
 
     @property
@@ -109,22 +111,27 @@ class Link:
         text = self._offence or self._connection.close_reason() or str(error)
         if "timed out" in text:
             text = "no sign of life for 30 s"
-        return PeerLost(f"the connection to {self.name} is lost ({text.splitlines()[0]})")
+        text = "".join(filter(str.isprintable, text.splitlines()[0]))
+        return PeerLost(f"the connection to {self.name} is lost ({text})")
 
     async def _accept(self) -> None:
         """Assign the streams that the other machine opens to their tags."""
-        with suppress(iroh().IrohError):
+        with suppress(iroh().IrohError, PeerLost):
             while True:
                 stream = await self._connection.accept_uni()
                 (tag,) = _TAG.unpack(await stream.read_exact(_TAG.size))
-                self._inbox(tag).opened(stream)
+                if tag >= _TAGS:
+                    raise self._misbehaved(f"a message of tag {tag} has come")
+                self._inboxes.setdefault(tag, _Inbox()).opened(stream)
 
     def _inbox(self, tag: int) -> _Inbox:
-        if tag not in self._inboxes:
-            if len(self._inboxes) > _STREAMS:
-                raise self._misbehaved("too many streams")
-            self._inboxes[tag] = _Inbox()
-        return self._inboxes[tag]
+        """The messages of a tag that this machine uses. QUIC limits the other tags."""
+        inbox = self._inboxes.setdefault(tag, _Inbox())
+        if not inbox.is_used:
+            inbox.is_used = True
+            used = sum(inbox.is_used for inbox in self._inboxes.values())
+            self._connection.set_max_concurrent_uni_streams(_STREAMS + 2 * used)
+        return inbox
 
     def _misbehaved(self, text: str) -> PeerLost:
         self._offence = text
@@ -225,12 +232,13 @@ class Node:
     ):
         self._iroh = iroh()
         self._secret = secret
+        self._protocol = PROTOCOL + handshake.proof(secret, b"protocol", b"", b"", b"")
         self.members: set[bytes] | None = None
         self.meets = True
         self.key = self._iroh.SecretKey.from_bytes(key).public().to_bytes()
         self._links: dict[bytes, asyncio.Future[Link]] = {}
         self._places: dict[bytes, tuple[str, ...]] = {}
-        self._handshakes = 0
+        self._callers: list[str] = []  # networks of those in a handshake
         self._strangers, self._told = 0, -_QUIET
         self._tasks: set[asyncio.Task[Any]] = set()
         self._relay = relay
@@ -257,7 +265,7 @@ class Node:
                 own = mode.custom_from_urls([self._relay]) if self._relay else mode.disabled()
                 builder.relay_mode(own)
             builder.secret_key(key)
-            builder.alpns([PROTOCOL])
+            builder.alpns([self._protocol])
             for address in sockets:
                 builder.bind_addr(address)
             try:
@@ -323,7 +331,8 @@ class Node:
         if not link.done():
             dialing = asyncio.ensure_future(self._dial(key))
             either: set[asyncio.Future[Any]] = {link, dialing}
-            await asyncio.wait(either, timeout=PATIENCE)
+            first = asyncio.FIRST_COMPLETED
+            await asyncio.wait(either, timeout=PATIENCE, return_when=first)
             failed = dialing.done() and dialing.exception()
             dialing.cancel()
             if not link.done():
@@ -353,7 +362,7 @@ class Node:
         while not self._future(key).done():
             connection: Any = None
             try:
-                connection = await self._endpoint.connect(address, PROTOCOL)
+                connection = await self._endpoint.connect(address, self._protocol)
                 stream = await connection.open_bi()
                 await handshake.dial(stream, self._secret, self.key, key)
                 await self._choose(key, connection, stream)
@@ -362,7 +371,7 @@ class Node:
                 raise
             except api.IrohError as error:
                 reason = connection.close_reason() if connection else None
-                if reason and "wrong secret" in reason:
+                if _other_protocol(error) or (reason and "wrong secret" in reason):
                     raise handshake.WrongSecret("it has another secret") from error
                 await asyncio.sleep(0.5)
 
@@ -385,17 +394,19 @@ class Node:
     async def _welcome_all(self) -> None:
         """Answer the calls of other machines."""
         while (incoming := await self._endpoint.accept_next()) is not None:
-            if self._handshakes >= _AT_ONCE:
-                await incoming.refuse()
-                continue
-            self._handshakes += 1
-            task = asyncio.ensure_future(self._welcome(incoming))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            with suppress(self._iroh.IrohError):
+                network = _network(await incoming.remote_addr())
+                if len(self._callers) >= _AT_ONCE or self._callers.count(network) >= _OF_ONE:
+                    await incoming.refuse()
+                    continue
+                task = asyncio.ensure_future(self._welcome(incoming, network))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
 
-    async def _welcome(self, incoming: Any) -> None:
+    async def _welcome(self, incoming: Any, network: str) -> None:
         """Check one caller. One without the secret, or that is no member, is sent away."""
-        connection = None
+        connection = watch = None
+        self._callers.append(network)
         try:
             async with asyncio.timeout(_HANDSHAKE):
                 if not await incoming.remote_addr_validated():
@@ -403,7 +414,7 @@ class Node:
                     return
                 connection = await (await incoming.accept()).connect()
                 key = connection.remote_id().to_bytes()
-                assert len(key) == LENGTH
+                watch = asyncio.ensure_future(_limit(connection))
                 stream = await connection.accept_bi()
                 await handshake.accept(stream, self._secret, self.key, key)
                 if self.members is not None and key not in self.members:
@@ -422,14 +433,19 @@ class Node:
                 handshake.WrongSecret: "wrong secret",
                 PermissionError: "the run has all its machines",
             }
-            if connection is not None:
-                if connection.close_reason() is None:
-                    text = texts.get(type(error), "no handshake")
-                    connection.close(STRANGER, text.encode())
-                if type(error) in texts or "another connection" not in str(error):
-                    self._tell(texts.get(type(error), "no handshake"))
+            text = texts.get(type(error), "no handshake")
+            if connection is None:
+                if _other_protocol(error):
+                    self._tell("wrong secret")
+                return
+            if connection.close_reason() is None:
+                connection.close(STRANGER, text.encode())
+            if type(error) in texts or "another connection" not in str(error):
+                self._tell(text)
         finally:
-            self._handshakes -= 1
+            self._callers.remove(network)
+            if watch is not None:
+                watch.cancel()
 
     def _tell(self, text: str) -> None:
         """A line about a stranger, now and then."""
@@ -437,6 +453,26 @@ class Node:
         if time.monotonic() - self._told >= _QUIET:
             self._told = time.monotonic()
             print(f"{self._strangers} callers rejected, the last one: {text}", file=sys.stderr)
+
+
+async def _limit(connection: Any) -> None:
+    """Close a connection by which too many bytes come: QUIC would keep megabytes of each stream."""
+    while connection.stats().udp_rx_bytes < _MOST:
+        await asyncio.sleep(0.02)
+    connection.close(STRANGER, b"too many bytes")
+
+
+def _network(caller: Any) -> str:
+    """The network of a caller's address: of one machine, or of a few behind one router."""
+    if not caller.is_ip():
+        return str(caller)
+    address = ipaddress.ip_address(caller.addr.rpartition(":")[0].strip("[]").partition("%")[0])
+    return str(ipaddress.ip_network((address, 32 if address.version == 4 else 64), strict=False))
+
+
+def _other_protocol(error: Any) -> bool:
+    """True if the ends of a connection have different secrets, so that QUIC has refused it."""
+    return isinstance(error, iroh().IrohError) and "known protocol" in error.message()
 
 
 def _free_port() -> int:
