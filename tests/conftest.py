@@ -39,9 +39,10 @@ from powergossip.algorithms import AVERAGING
 from powergossip.algorithms.aggregation import AGGREGATIONS
 from powergossip.algorithms.learning import LEARNING
 from powergossip.compressors import COMPRESSORS
+from powergossip.network import launch as launch_processes
 from powergossip.network import processes
 from powergossip.topologies import TOPOLOGIES
-from tests.harness import launch, selection
+from tests.harness import internet, launch, selection
 from tests.harness.helpers import files_below
 
 pytest_plugins = ["tests.harness.device"]
@@ -151,8 +152,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help=help)
     help = "only files that import, directly or not, what differs from this commit"
     parser.addoption("--since", metavar="COMMIT", help=help)
-    help = "what connects the processes under mpirun: mpi, or gloo of torch.distributed"
-    parser.addoption("--transport", default="mpi", choices=("mpi", "gloo"), help=help)
+    help = "what connects the processes under mpirun: mpi, gloo of torch.distributed, or a ticket"
+    parser.addoption("--transport", default="mpi", choices=("mpi", "gloo", "internet"), help=help)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -213,7 +214,9 @@ def pytest_configure(config: pytest.Config) -> None:
     pytest-xdist share a server that forks programs."""
     if config.getoption("numprocesses", None) and not config.getoption("--quick"):
         os.environ[launch.SHARED] = launch.fork_server()
-    if MPI.COMM_WORLD.size > 1:
+    if MPI.COMM_WORLD.size > 1 and config.getoption("--transport") == "internet":
+        launch_processes.use(internet.under_mpi())
+    elif MPI.COMM_WORLD.size > 1:
         processes(config.getoption("--transport"))
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     if MPI.COMM_WORLD.rank > 0 and reporter is not None:

@@ -1,8 +1,11 @@
 """The processes of a run, and their communication outside of conversations."""
 
+import hashlib
 import os
+import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import numpy as np
@@ -127,6 +130,15 @@ class Processes:
     @property
     def is_mpi(self) -> bool:
         return self.transport == "mpi"
+
+    def _find_local(self) -> None:
+        """Set `local_rank`, `local_size` and `threads`. All processes call it."""
+        own, here = cores(), hashlib.sha256(repr(host()).encode()).hexdigest()
+        everywhere = self.gather((here, own))
+        on_this_host = [rank for rank, (there, _) in enumerate(everywhere) if there == here]
+        self.local_rank, self.local_size = on_this_host.index(self.rank), len(on_this_host)
+        all_cores = set().union(*(everywhere[rank][1] for rank in on_this_host))
+        self.threads = max(1, min(len(own), len(all_cores) // self.local_size))
 
     def set_threads(self) -> None:
         """Give torch `threads` threads, unless OMP_NUM_THREADS is set."""
@@ -290,6 +302,15 @@ class ChildProcess(Processes):
 
     gather = broadcast = gather_arrays = broadcast_array = _reject
     start_max = channel = checked_barrier = _reject
+
+
+def host() -> tuple[str, str]:
+    """A name of this machine, the same for its containers that share the host name."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        boot = ""
+    return socket.gethostname(), boot
 
 
 def cores() -> set[int]:

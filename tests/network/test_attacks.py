@@ -87,6 +87,9 @@ class Attacker:
     """A program that has read the protocol, with a connection to the victim."""
 
     alive: ClassVar[list["Attacker"]] = []
+    key: bytes
+    connection: Any
+    victim: Victim
 
     @classmethod
     async def call(

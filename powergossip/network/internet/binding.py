@@ -48,5 +48,5 @@ def iroh() -> Any:
         ) from error
     builder = iroh_ffi._UniffiRustBufferBuilder
     if copies_one_by_one(builder):
-        builder.write = write
+        builder.slow_write, builder.write = builder.write, write
     return iroh_ffi

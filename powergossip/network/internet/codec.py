@@ -22,7 +22,7 @@ class BadMessage(ValueError):
 
 
 def encoded(value: Any) -> bytes:
-    """A value of None, numbers, texts, lists, tuples, dictionaries, arrays and tensors."""
+    """A value of None, numbers, texts, lists, tuples, sets, dictionaries, arrays and tensors."""
     arrays: list[np.ndarray] = []
     text = json.dumps(_marked(value, arrays)).encode()
     return b"".join((_LENGTH.pack(len(text)), text, *(array.tobytes() for array in arrays)))
@@ -57,7 +57,7 @@ def _marked(value: Any, arrays: list[np.ndarray]) -> Any:
         return value
     if isinstance(value, np.generic):
         return value.item()
-    if isinstance(value, list | tuple):
+    if isinstance(value, list | tuple | set):
         return {type(value).__name__: [_marked(entry, arrays) for entry in value]}
     if isinstance(value, dict):
         return {"dict": [[_marked(k, arrays), _marked(v, arrays)] for k, v in value.items()]}
@@ -109,7 +109,7 @@ def _unmarked(tree: Any, arrays: _Reader) -> Any:
     entries: Iterator[Any]
     if kind == "dict":
         return {_unmarked(k, arrays): _unmarked(v, arrays) for k, v in content}
-    if kind not in ("list", "tuple"):
+    if kind not in ("list", "tuple", "set"):
         raise BadMessage(f"{kind!r} is no type")
     entries = (_unmarked(entry, arrays) for entry in content)
-    return list(entries) if kind == "list" else tuple(entries)
+    return {"list": list, "tuple": tuple, "set": set}[kind](entries)

@@ -9,7 +9,7 @@ import asyncio
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from powergossip.errors import BadInput, PeerLost
@@ -103,7 +103,12 @@ _asked: dict[str, Asked] = {}  # by the ticket's text
 
 def ask(text: str, options: Options) -> Asked:
     """Call the first machine of a ticket, or of the name of a run. Raises BadInput or PeerLost."""
-    ticket, record = _known(text)
+    _asked[text] = call(*_known(text), options)
+    return _asked[text]
+
+
+def call(ticket: Ticket, record: Record, options: Options) -> Asked:
+    """Call the first machine with the record of this one. Raises PeerLost."""
     node = _node(ticket, record, options)
     try:
         node.knows(ticket.key, ticket.addresses)
@@ -114,8 +119,7 @@ def ask(text: str, options: Options) -> Asked:
     except BaseException:
         node.close("it has left")
         raise
-    _asked[text] = Asked(ticket, definition, node, link)
-    return _asked[text]
+    return Asked(ticket, definition, node, link)
 
 
 def connect(
@@ -128,20 +132,19 @@ def connect(
         size: Number of machines of a new run.
         definition: The first machine's text for the others.
     """
-    if text == NEW:
-        ticket, record = _new(size, options)
-        return *_host(ticket, record, options, definition), ticket
-    ticket, record = _known(text)
-    if _public(record) == ticket.key:
-        return *_host(ticket, record, options, definition), ticket
-    asked = _asked.pop(text, None) or ask(text, options)
-    _asked.pop(text, None)
+    ticket, record = _new(size, options) if text == NEW else _known(text)
+    if public(bytes.fromhex(record.key)) == ticket.key:
+        return *Host(ticket, record, options, definition).meet(), ticket
+    asked = _asked.pop(text, None) or call(ticket, record, options)
     return *asked.enter(), ticket
 
 
 def is_first(text: str) -> bool:
     """True if this machine is the first one of the run."""
-    return text == NEW or (lambda known: _public(known[1]) == known[0].key)(_known(text))
+    if text == NEW:
+        return True
+    ticket, record = _known(text)
+    return public(bytes.fromhex(record.key)) == ticket.key
 
 
 def _new(size: int, options: Options) -> tuple[Ticket, Record]:
@@ -150,7 +153,7 @@ def _new(size: int, options: Options) -> tuple[Ticket, Record]:
     secret, key = os.urandom(LENGTH), os.urandom(LENGTH)
     record = Record("", key.hex())
     name = f"run-{os.urandom(4).hex()}"
-    return Ticket(name, _public(record), secret, size, (), options.relay), record
+    return Ticket(name, public(key), secret, size, (), options.relay), record
 
 
 def _known(text: str) -> tuple[Ticket, Record]:
@@ -170,9 +173,9 @@ def _known(text: str) -> tuple[Ticket, Record]:
     return tickets.read(record.ticket), record
 
 
-def _public(record: Record) -> bytes:
-    key = iroh().SecretKey.from_bytes(bytes.fromhex(record.key))
-    return bytes(key.public().to_bytes())
+def public(key: bytes) -> bytes:
+    """The public key of a secret one."""
+    return bytes(iroh().SecretKey.from_bytes(key).public().to_bytes())
 
 
 def _node(ticket: Ticket, record: Record, options: Options) -> Node:
@@ -189,34 +192,45 @@ async def _ask(node: Node, ticket: Ticket) -> tuple[Link, str]:
     return link, definition
 
 
-def _host(
-    ticket: Ticket, record: Record, options: Options, definition: str
-) -> tuple[Node, list[bytes]]:
-    """Wait for the other machines as the first one."""
-    node = _node(ticket, record, options)
-    try:
-        given = *options.addresses, *node.addresses
+class Host:
+    """The first machine, which waits for the others.
+
+    Attributes:
+        ticket: The ticket with the addresses of this machine.
+    """
+
+    def __init__(self, ticket: Ticket, record: Record, options: Options, definition: str):
+        self._record, self._definition = record, definition
+        self._node = _node(ticket, record, options)
+        given = *options.addresses, *self._node.addresses
         addresses = tuple(dict.fromkeys(given))[: tickets.MOST]
-        ticket = Ticket(
-            ticket.name, ticket.key, ticket.secret, ticket.size, addresses, ticket.relay
-        )
-        record.ticket, record.port = str(ticket), node.port
-        record.save(ticket.name)
-        known = [bytes.fromhex(key) for key in record.members]
+        self.ticket = replace(ticket, addresses=addresses)
+        self._save()
+
+    def _save(self, members: Sequence[bytes] = ()) -> None:
+        self._record.ticket, self._record.port = str(self.ticket), self._node.port
+        if members:
+            self._record.members = [key.hex() for key in members]
+        self._record.save(self.ticket.name)
+
+    def meet(self) -> tuple[Node, list[bytes]]:
+        """Wait for the other machines. Returns the keys of all, by process."""
+        known = [bytes.fromhex(key) for key in self._record.members]
         if known:
-            node.members = set(known)
+            self._node.members = set(known)
         print(
-            f"{ticket.name}: start this command on {counted(ticket.size - 1, 'other machine')}\n\n"
-            f"  powergossip-join {ticket}\n",
+            f"{self.ticket.name}: start this command on "
+            f"{counted(self.ticket.size - 1, 'other machine')}\n\n"
+            f"  powergossip-join {self.ticket}\n",
             flush=True,
         )
-        places = node.wait(_meet(node, ticket, definition, known))
-        record.members = [key.hex() for key, _ in places]
-        record.save(ticket.name)
-    except BaseException:
-        node.close("the first machine has ended")
-        raise
-    return node, _begin(node, places)
+        try:
+            places = self._node.wait(_meet(self._node, self.ticket, self._definition, known))
+            self._save([key for key, _ in places])
+        except BaseException:
+            self._node.close("the first machine has ended")
+            raise
+        return self._node, _begin(self._node, places)
 
 
 async def _meet(node: Node, ticket: Ticket, definition: str, known: Sequence[bytes]) -> list[Place]:

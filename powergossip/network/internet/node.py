@@ -11,6 +11,7 @@ All of this runs in one thread, in coroutines. `Node.wait` runs one for another 
 """
 
 import asyncio
+import atexit
 import ipaddress
 import socket
 import struct
@@ -42,6 +43,10 @@ _SIZE = struct.Struct("<Q")
 _TAG = struct.Struct("<I")
 _CHOSEN = b"\1"
 ENDED, STRANGER, MISBEHAVED = range(3)  # codes of closed connections
+_REFUSALS: dict[type[BaseException], str] = {
+    handshake.WrongSecret: "another secret",
+    PermissionError: "the run has all its machines",
+}
 
 
 class _Inbox:
@@ -250,6 +255,7 @@ class Node:
         for address in others:
             self.wait(self._endpoint.add_external_addr(address))
         self.start(self._welcome_all())
+        atexit.register(self.close, "it has ended")
 
     async def _queue(self) -> asyncio.Queue[Link]:
         return asyncio.Queue(_AT_ONCE)
@@ -310,11 +316,18 @@ class Node:
                 if link.done() and not link.cancelled() and not link.exception():
                     link.result().close(ENDED, text)
             await self._endpoint.close()
+            tasks = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in tasks:  # the library must not call Python when that has ended
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
+        if not self._thread.is_alive():
+            return
         with suppress(Exception):
             self.wait(close(), seconds)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(seconds)
+        atexit.unregister(self.close)
 
     # --- Connections ---
 
@@ -331,8 +344,7 @@ class Node:
         if not link.done():
             dialing = asyncio.ensure_future(self._dial(key))
             either: set[asyncio.Future[Any]] = {link, dialing}
-            first = asyncio.FIRST_COMPLETED
-            await asyncio.wait(either, timeout=PATIENCE, return_when=first)
+            await asyncio.wait(either, timeout=PATIENCE, return_when=asyncio.FIRST_COMPLETED)
             failed = dialing.done() and dialing.exception()
             dialing.cancel()
             if not link.done():
@@ -366,13 +378,13 @@ class Node:
                 stream = await connection.open_bi()
                 await handshake.dial(stream, self._secret, self.key, key)
                 await self._choose(key, connection, stream)
-            except handshake.WrongSecret:
-                connection.close(STRANGER, b"wrong secret")
-                raise
             except api.IrohError as error:
                 reason = connection.close_reason() if connection else None
-                if _other_protocol(error) or (reason and "wrong secret" in reason):
-                    raise handshake.WrongSecret("it has another secret") from error
+                if _other_protocol(error):
+                    reason = _REFUSALS[handshake.WrongSecret]
+                for text in _REFUSALS.values():
+                    if reason and text in reason:
+                        raise PermissionError(text) from error
                 await asyncio.sleep(0.5)
 
     async def _choose(self, key: bytes, connection: Any, stream: Any) -> None:
@@ -415,10 +427,11 @@ class Node:
                 connection = await (await incoming.accept()).connect()
                 key = connection.remote_id().to_bytes()
                 watch = asyncio.ensure_future(_limit(connection))
-                stream = await connection.accept_bi()
-                await handshake.accept(stream, self._secret, self.key, key)
                 if self.members is not None and key not in self.members:
                     raise PermissionError
+                stream = await connection.accept_bi()
+                await handshake.accept(stream, self._secret, self.key, key)
+                watch.cancel()
                 await self._choose(key, connection, stream)
             link = self._future(key)
             if self.meets and link.done() and not self.arrived.full():
@@ -429,19 +442,12 @@ class Node:
             handshake.WrongSecret,
             PermissionError,
         ) as error:
-            texts: dict[type[BaseException], str] = {
-                handshake.WrongSecret: "wrong secret",
-                PermissionError: "the run has all its machines",
-            }
-            text = texts.get(type(error), "no handshake")
-            if connection is None:
-                if _other_protocol(error):
-                    self._tell("wrong secret")
-                return
-            if connection.close_reason() is None:
+            text = _REFUSALS.get(type(error), "no handshake")
+            if connection is not None and connection.close_reason() is None:
                 connection.close(STRANGER, text.encode())
-            if type(error) in texts or "another connection" not in str(error):
                 self._tell(text)
+            elif connection is None and _other_protocol(error):
+                self._tell(_REFUSALS[handshake.WrongSecret])
         finally:
             self._callers.remove(network)
             if watch is not None:

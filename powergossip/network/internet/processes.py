@@ -59,6 +59,7 @@ class InternetProcesses(Processes):
         self._turns: dict[int, asyncio.Lock] = {}
         self._ended = False
         atexit.register(self.finalize)
+        self._find_local()
 
     async def link(self, process: int) -> Link:
         """The connection to a process."""

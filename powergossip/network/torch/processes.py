@@ -3,7 +3,6 @@
 import atexit
 import os
 import pickle
-import socket
 import sys
 import threading
 import time
@@ -11,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
@@ -19,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from powergossip.errors import BadInput
-from powergossip.network.processes import TOKEN, Processes, bytes_of, cores
+from powergossip.network.processes import TOKEN, Processes, bytes_of, host
 from powergossip.network.torch.channels import (
     GlooChannel,
     GlooGroup,
@@ -68,12 +66,7 @@ class GroupProcesses(Processes):
         self._backend = backend
         self.gloo = GlooGroup(_own_group(group, self._ranks))
         self.rank, self.size = group.rank(), group.size()
-        own = cores()
-        everywhere = self.gather((_host(), own))
-        on_this_host = [rank for rank, (host, _) in enumerate(everywhere) if host == _host()]
-        self.local_rank, self.local_size = on_this_host.index(self.rank), len(on_this_host)
-        all_cores = set().union(*(everywhere[rank][1] for rank in on_this_host))
-        self.threads = max(1, min(len(own), len(all_cores) // self.local_size))
+        self._find_local()
         self._nccl: NCCLChannel | None = None
         self._torch_groups: dict[str, dist.ProcessGroup] = {}
         self._listener: threading.Thread | None = None
@@ -166,7 +159,7 @@ class GroupProcesses(Processes):
         """
         if self._backend == "gloo":
             return False
-        gpu = _host(), str(getattr(torch.cuda.get_device_properties(device), "uuid", device))
+        gpu = host(), str(getattr(torch.cuda.get_device_properties(device), "uuid", device))
         gpus = self.gather((gpu, dist.is_nccl_available()))
         own = len({gpu for gpu, _ in gpus}) == self.size and all(there for _, there in gpus)
         if not own and self._backend == "nccl":
@@ -302,12 +295,3 @@ def _own_group(group: dist.ProcessGroup, ranks: Sequence[int]) -> Any:
     store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
     with connected():
         return dist.ProcessGroupGloo(store, group.rank(), group.size(), _FOREVER)
-
-
-def _host() -> tuple[str, str]:
-    """A name of this machine, the same for its containers that share the host name."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        boot = ""
-    return socket.gethostname(), boot

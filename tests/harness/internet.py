@@ -1,0 +1,53 @@
+"""Machines that meet with a ticket, in the processes of mpirun or the threads of a process."""
+
+import os
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+
+from mpi4py import MPI
+
+from powergossip.network.internet import meeting, tickets
+from powergossip.network.internet.processes import InternetProcesses
+from powergossip.network.internet.tickets import Record, Ticket
+
+
+def prepare(rank: int, keys: list[bytes], secret: bytes) -> tuple[Ticket, Record]:
+    """The ticket and the record of one of several machines, as of a run that has met before."""
+    public = [meeting.public(key) for key in keys]
+    ticket = Ticket("of-tests", public[0], secret, len(keys), ())
+    record = Record("", keys[rank].hex(), members=[key.hex() for key in public] if not rank else [])
+    return ticket, record
+
+
+def under_mpi() -> InternetProcesses:
+    """The processes of mpirun, connected with a ticket in the order of their ranks."""
+    world = MPI.COMM_WORLD
+    os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="state-")
+    keys, secret = world.bcast([os.urandom(32) for _ in range(world.size)]), bytes(32)
+    ticket, record = prepare(world.rank, keys, secret)
+    options = meeting.Options()
+    if world.rank == 0:
+        host = meeting.Host(ticket, record, options, "")
+        world.bcast(str(host.ticket))
+        node, members = host.meet()
+    else:
+        ticket = tickets.read(world.bcast(None))
+        node, members = meeting.call(ticket, record, options).enter()
+    return InternetProcesses(node, members, ticket.name)
+
+
+def in_threads(size: int) -> list[InternetProcesses]:
+    """As many machines, in threads of this process."""
+    keys, secret = [os.urandom(32) for _ in range(size)], bytes(32)
+    options = meeting.Options()
+    host = meeting.Host(*prepare(0, keys, secret), options, "the definition")
+
+    def join(rank: int) -> InternetProcesses:
+        if rank == 0:
+            return InternetProcesses(*host.meet(), host.ticket.name)
+        asked = meeting.call(host.ticket, prepare(rank, keys, secret)[1], options)
+        assert asked.definition == "the definition"
+        return InternetProcesses(*asked.enter(), host.ticket.name)
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(join, range(size)))

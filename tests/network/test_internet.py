@@ -1,0 +1,242 @@
+"""Machines that meet with a ticket: messages, agreements, strangers and losses."""
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from powergossip.errors import BadInput, PeerLost
+from powergossip.training.definition import settings
+
+pytest.importorskip("iroh")
+
+from powergossip.network.internet import binding, codec, handshake, node, tickets
+from powergossip.network.internet.node import Link, Node
+from powergossip.network.internet.processes import InternetProcesses
+from tests.harness import internet
+
+
+@pytest.fixture
+def machines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[int], list[InternetProcesses]]]:
+    """A function that lets as many machines meet, in threads of this process."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    made: list[InternetProcesses] = []
+
+    def meet(size: int) -> list[InternetProcesses]:
+        made.extend(internet.in_threads(size))
+        return made
+
+    yield meet
+    for processes in made:
+        processes.node.close("the test is over")
+        processes._ended = True
+
+
+def everywhere(machines: list[InternetProcesses], action: Callable[..., Any]) -> list[Any]:
+    """action(processes) of all machines, each in a thread of its own."""
+    with ThreadPoolExecutor(len(machines)) as pool:
+        return [work.result(60) for work in [pool.submit(action, m) for m in machines]]
+
+
+def test_the_repair_of_the_binding_is_still_needed() -> None:
+    """iroh's binding copies byte by byte. If this fails, internet/binding.py needs none. With it, a
+    copy reads no single byte."""
+    builder = binding.iroh()._UniffiRustBufferBuilder
+    assert binding.copies_one_by_one(type("Slow", (builder,), {"write": builder.slow_write}))
+    assert not binding.copies_one_by_one(builder)
+
+
+def test_agreements_and_messages_are_those_of_other_transports(machines: Any) -> None:
+    """Gathered values are equal, messages of several tags arrive in their order, and an all-reduce
+    adds by rank."""
+
+    def run(processes: InternetProcesses) -> Any:
+        rank, size = processes.rank, processes.size
+        values = processes.gather((rank, {"a": None, 2: [1.5, float("inf")]}, np.arange(rank)))
+        rows = processes.gather_arrays(np.full((2, 3), rank))
+        own = np.full(5, rank)
+        processes.broadcast_array(own)
+        biggest = processes.start_max(np.array([rank, -rank]))
+        channel = processes.channel(torch.device("cpu"))
+        right, left = (rank + 1) % size, (rank - 1) % size
+        came = []
+        for step in range(3):  # the second tag is awaited first
+            both = [(tag, torch.full((2**18 + tag,), 10 * step + tag + rank)) for tag in (0, 7)]
+            received = [torch.zeros_like(tensor) for _, tensor in both]
+            requests = [
+                channel.requests([(left, into)], [(right, tensor)], tag)
+                for (tag, tensor), into in zip(both, received, strict=True)
+            ]
+            for request in requests:
+                request.start()
+            for request in reversed(requests):
+                request.wait()
+            came += [int(tensor.unique()) - 10 * step - left for tensor in received]
+        total = torch.full((3,), float(rank))
+        reduce = channel.all_reduce(total)
+        reduce.start()
+        reduce.wait()
+        return values, rows.tolist(), own.tolist(), biggest().tolist(), came, total.tolist()
+
+    found = everywhere(machines(3), run)
+    for values, rows, own, biggest, came, total in found:
+        assert [rank for rank, *_ in values] == [0, 1, 2]
+        assert values[2][1] == {"a": None, 2: [1.5, float("inf")]}
+        assert values[2][2].tolist() == [0, 1]
+        assert rows == [[[r] * 3] * 2 for r in range(3)]
+        assert (own, biggest, came, total) == ([0] * 5, [2, 0], [0, 7] * 3, [3.0] * 3)
+
+
+def test_a_machine_that_leaves_is_lost_for_the_others_with_its_reason(machines: Any) -> None:
+    first, second = machines(2)
+    second.node.close("it has ended with exit code 1")
+    with pytest.raises(PeerLost, match=r"process 1 is lost .*exit code 1"):
+        first.gather(None)
+    request = first.channel(torch.device("cpu")).requests([(1, torch.zeros(1))], [])
+    request.start()
+    with pytest.raises(PeerLost, match="process 1"):
+        request.wait()
+
+
+def test_another_length_than_is_due_ends_the_connection(machines: Any) -> None:
+    """An announced message of 2⁶³ bytes is a sentence, not memory. So is one byte too many."""
+    first, second = machines(2)
+    link: Link = second.node.wait(second.link(0))
+
+    async def announce() -> None:
+        stream = await link._connection.open_uni()
+        await stream.write_all((3).to_bytes(4, "little") + (2**63).to_bytes(8, "little"))
+
+    second.node.wait(announce())
+    memory = memoryview(bytearray(8))
+    own: Link = first.node.wait(first.link(1))
+    with pytest.raises(PeerLost, match=f"process 1.*{2**63} bytes have come instead of 8"):
+        first.node.wait(own.receive(3, memory))
+    with pytest.raises(PeerLost, match="process 0"):
+        second.gather(None)
+
+
+def test_strangers_are_rejected_and_the_run_goes_on(
+    machines: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those without the secret, with a recorded handshake, with garbage, or who come late."""
+    monkeypatch.setattr(node, "_QUIET", 0.0)
+    all_machines = machines(2)
+    first = all_machines[0].node
+    secret = bytes(32)
+    strangers = [Node(other, os.urandom(32), 0) for other in (os.urandom(32), secret)]
+    for stranger in strangers:
+        stranger.knows(first.key, first.addresses)
+    wrong, late = strangers
+    members, first.members = first.members, None  # as before the run has its machines
+    with pytest.raises(PeerLost, match="another secret"):
+        wrong.wait(wrong.link(first.key))
+
+    async def call(stranger: Node, *messages: bytes) -> str:
+        api = binding.iroh()
+        place = api.EndpointAddr(api.EndpointId.from_bytes(first.key), None, [*first.addresses])
+        connection = await stranger._endpoint.connect(place, node.PROTOCOL)
+        stream = await connection.open_bi()
+        for message in messages:
+            await stream.send().write_all(message)
+        return str(await connection.closed())
+
+    # A handshake that was right in another connection: the numbers are new, and so are the keys.
+    numbers = bytes(64)
+    recorded = handshake.proof(secret, b"dialer", all_machines[1].node.key, first.key, numbers)
+    assert "another secret" in wrong.wait(call(wrong, bytes(32), recorded))
+    assert "another secret" in wrong.wait(call(wrong, os.urandom(2**16)))
+    first.members = members
+    with pytest.raises(PeerLost, match="the run has all its machines"):
+        late.wait(late.link(first.key))
+    for stranger in strangers:
+        stranger.close("")
+    assert everywhere(all_machines, lambda p: p.gather(p.rank)) == [[0, 1]] * 2
+    lines = capsys.readouterr().err.splitlines()
+    assert all("callers rejected, the last one: " in line for line in lines)
+    assert "the run has all its machines" in lines[-1]
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.tuples(inner, inner)
+        | st.dictionaries(st.text() | st.integers(), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+@given(VALUES, st.binary(max_size=64))
+def test_values_survive_and_garbage_is_an_error(value: Any, garbage: bytes) -> None:
+    octets = codec.encoded(value)
+    assert codec.decoded(octets) == value
+    for wrong in (garbage, octets[:-1], octets + b"\0", octets[:8] + garbage):
+        try:
+            codec.decoded(wrong)
+        except codec.BadMessage:
+            continue
+
+
+def test_arrays_survive_and_shapes_are_bounded() -> None:
+    found = codec.decoded(codec.encoded([torch.ones(2, 3).bfloat16(), np.arange(4, dtype="u1")]))
+    assert found[0].dtype == torch.bfloat16
+    assert found[0].tolist() == [[1.0] * 3] * 2
+    assert found[1].tolist() == [0, 1, 2, 3]
+    for shape in ([2**62, 2**62], [-1], ["1"], [1.0], [5]):
+        text = json.dumps({"array": ["uint8", *shape]}).encode()
+        with pytest.raises(codec.BadMessage):
+            codec.decoded(len(text).to_bytes(8, "little") + text)
+
+
+def test_tickets_and_their_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ticket is its text. A damaged one is rejected. The file of a key is for its owner alone."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    ticket = tickets.Ticket("mine", bytes(32), os.urandom(32), 3, ("192.0.2.1:7", "[::1]:8"))
+    text = str(ticket)
+    assert tickets.read(text) == ticket
+    for wrong in (text[:-3], text.upper(), "powergossip-", text[:90] + "-" + text[91:]):
+        with pytest.raises(BadInput, match="use the whole ticket"):
+            tickets.read(wrong)
+    tickets.Record(text, bytes(32).hex(), 7).save("mine")
+    (file,) = tmp_path.rglob("*.json")
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert tickets.saved("mine") == tickets.Record(text, bytes(32).hex(), 7)
+    with pytest.raises(BadInput, match=r"use new, a ticket, or the name"):
+        tickets.saved("../mine")
+
+
+@pytest.mark.parametrize(
+    "definition",
+    [
+        '{"task": "os:system"}',
+        '{"task_options": {"file": "../secret"}}',
+        '{"task_options": {"a": ["${oc.env:HOME}"]}}',
+        '{"topology": "edges.txt"}',
+        '{"overwrite": true}',
+        '{"data_dir": "x"}',
+        '{"num_epochs": "many"}',
+        '{"unknown": 1}',
+        "[1]",
+        "[" * 10**5,
+    ],
+)
+def test_a_definition_has_neither_code_nor_files(definition: str) -> None:
+    with pytest.raises(BadInput, match="definition of the run"):
+        settings(definition)
+
+
+def test_an_owner_may_allow_a_value() -> None:
+    definition = '{"task": "my_tasks:make", "num_epochs": 2}'
+    assert settings(definition, ["my_tasks:make"]) == {"task": "my_tasks:make", "num_epochs": 2}
