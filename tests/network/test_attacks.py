@@ -88,6 +88,7 @@ class Attacker:
 
     alive: ClassVar[list["Attacker"]] = []
     key: bytes
+    endpoint: Any
     connection: Any
     victim: Victim
 

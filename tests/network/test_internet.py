@@ -145,7 +145,7 @@ def test_strangers_are_rejected_and_the_run_goes_on(
     async def call(stranger: Node, *messages: bytes) -> str:
         api = binding.iroh()
         place = api.EndpointAddr(api.EndpointId.from_bytes(first.key), None, [*first.addresses])
-        connection = await stranger._endpoint.connect(place, node.PROTOCOL)
+        connection = await stranger._endpoint.connect(place, first._protocol)
         stream = await connection.open_bi()
         for message in messages:
             await stream.send().write_all(message)
