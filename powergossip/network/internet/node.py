@@ -426,7 +426,7 @@ class Node:
                     return
                 connection = await (await incoming.accept()).connect()
                 key = connection.remote_id().to_bytes()
-                watch = asyncio.ensure_future(_limit(connection))
+                watch = asyncio.ensure_future(self._limit(connection))
                 if self.members is not None and key not in self.members:
                     raise PermissionError
                 stream = await connection.accept_bi()
@@ -453,19 +453,19 @@ class Node:
             if watch is not None:
                 watch.cancel()
 
+    async def _limit(self, connection: Any) -> None:
+        """Close a connection if many bytes come before a proof: QUIC would keep megabytes."""
+        while connection.stats().udp_rx_bytes < _MOST:
+            await asyncio.sleep(0.02)
+        connection.close(STRANGER, b"too many bytes")
+        self._tell("too many bytes")
+
     def _tell(self, text: str) -> None:
         """A line about a stranger, now and then."""
         self._strangers += 1
         if time.monotonic() - self._told >= _QUIET:
             self._told = time.monotonic()
             print(f"{self._strangers} callers rejected, the last one: {text}", file=sys.stderr)
-
-
-async def _limit(connection: Any) -> None:
-    """Close a connection by which too many bytes come: QUIC would keep megabytes of each stream."""
-    while connection.stats().udp_rx_bytes < _MOST:
-        await asyncio.sleep(0.02)
-    connection.close(STRANGER, b"too many bytes")
 
 
 def _network(caller: Any) -> str:
