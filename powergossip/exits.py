@@ -43,7 +43,7 @@ def connect(found: Group) -> None:
 
 def is_first() -> bool:
     """True in the first process of the run, also before its processes are connected."""
-    return launcher.is_first() if _connected is None else _connected.rank == 0
+    return launcher.is_first() if _connected is None else _connected.is_first
 
 
 def are_several() -> bool:

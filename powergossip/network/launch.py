@@ -252,7 +252,10 @@ def _reject(kind: type[BaseException], error: BaseException, trace: Any) -> None
 
 
 def command(found: Processes) -> str:
-    """The beginning of a command that starts a Python program in as many processes."""
+    """The beginning of a command that starts a Python program in as many processes, or with a
+    ticket, this machine's."""
+    if found.has_own_files:
+        return f"powergossip-join {found.name}"
     if launcher.TORCHRUN in os.environ:
         return f"torchrun --nproc-per-node {found.local_size}"
     if "OMPI_COMM_WORLD_SIZE" in os.environ:

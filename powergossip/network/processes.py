@@ -98,6 +98,7 @@ class Processes:
         local_rank, local_size: The same among the processes of this host.
         threads: Number of cores of the host for this process.
         transport: none, mpi, gloo, nccl or internet.
+        name: Name of a run that has a ticket.
         has_own_files: True if each process has a folder of its own. They have no common one.
         can_be_lost: True if a run goes on when a process ends. `rank` and `size` then change.
     """
@@ -105,6 +106,7 @@ class Processes:
     transport = "none"
     can_be_lost = False
     has_own_files = False
+    name = ""
 
     def __init__(self) -> None:
         self.rank, self.size = 0, 1

@@ -20,6 +20,7 @@ from powergossip.training.config import Settings
 FREE_TO_CHANGE = (
     *OF_COMMAND,
     *("cuda_aware", "data_processes", "device", "distributed_backend", "num_epochs"),
+    *("ticket", "ticket_options"),
 )
 # Keys that may change, too, when a checkpoint is evaluated.
 OF_EVALUATION = (

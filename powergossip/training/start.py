@@ -14,6 +14,11 @@ from powergossip.training.config_checks import checked
 from powergossip.training.definition import definition
 from powergossip.training.trainer import Trainer
 
+OF_FOLDERS = (
+    "{key}: process 0 has a run to resume ({first}), and process {process} ({other}); give all of "
+    "them their folders of this run with --output-dir"
+)
+
 
 @dataclass(frozen=True)
 class NewRun:
@@ -43,7 +48,10 @@ class NewRun:
 
     def command(self, program: str, folder: Path) -> str:
         """The command that resumes the run."""
-        start = f"{launch.command(self.processes)} {shlex.quote(os.path.relpath(program))}"
+        if self.processes.has_own_files:
+            start = launch.command(self.processes)
+        else:
+            start = f"{launch.command(self.processes)} {shlex.quote(os.path.relpath(program))}"
         return f"{start} --output-dir {shlex.quote(str(folder))} resume=true"
 
 

@@ -109,6 +109,7 @@ SCRIPTS = {  # with arguments for a small run, and a pattern of its output
         "--rate 1mbit --workers 4 --model 10x10 --no-measure",
         "Recommended",
     ),
+    "powergossip-join": ("--help", "powergossip-join TICKET"),
     "powergossip-mpi-check": ("--quick", "MPI works: 1 process on 1 host"),
 }
 QUICK = "powergossip-compare"  # does not import torch

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from powergossip.errors import BadInput, PeerLost
+from powergossip.runs import metrics
 from powergossip.training.definition import settings
 
 pytest.importorskip("iroh")
@@ -22,6 +24,9 @@ from powergossip.network.internet import binding, codec, handshake, node, ticket
 from powergossip.network.internet.node import Link, Node
 from powergossip.network.internet.processes import InternetProcesses
 from tests.harness import internet
+from tests.harness.helpers import wait_until
+from tests.harness.launch import ROOT, python
+from tests.harness.training import reproducible, trained
 
 
 @pytest.fixture
@@ -240,3 +245,54 @@ def test_a_definition_has_neither_code_nor_files(definition: str) -> None:
 def test_an_owner_may_allow_a_value() -> None:
     definition = '{"task": "my_tasks:make", "num_epochs": 2}'
     assert settings(definition, ["my_tasks:make"]) == {"task": "my_tasks:make", "num_epochs": 2}
+
+
+@pytest.mark.parallel([2, 4])
+@pytest.mark.parametrize("changes", [{}, {"optimizer": "all-reduce", "optimizer_compressor": None}])
+def test_a_ticket_trains_as_mpi_does_to_the_bit(changes: dict[str, Any]) -> None:
+    """Rows and parameters, on a graph in which not all processes are neighbors."""
+    expected, rows = trained(**changes)
+    connected = internet.under_mpi()
+    found, same = trained(who=connected, **changes)
+    if connected.rank == 0:
+        assert reproducible(same) == reproducible(rows)
+    assert torch.equal(found.parameters.x, expected.parameters.x)
+    connected.finalize()
+
+
+@pytest.mark.long
+def test_two_machines_train_stop_and_resume(tmp_path: Path) -> None:
+    """The program on two machines, each with its own files. The second command goes on where the
+    first has ended, and the rows are those of one process to rounding."""
+    program = ROOT / "powergossip" / "join.py"
+
+    def machine(number: int, *arguments: str) -> Any:
+        state = {"XDG_STATE_HOME": str(tmp_path / f"state{number}")}
+        return python(program, *arguments, cwd=tmp_path, variables=state)
+
+    def run(*first: str, others: Callable[[], str]) -> None:
+        with ThreadPoolExecutor(2) as pool:
+            host = pool.submit(machine, 0, *first, "--output-dir", "run0")
+            joined = machine(1, others(), "--output-dir", "run1")
+            for ended in (host.result(), joined):
+                assert ended.returncode == 0, ended.stderr
+
+    def record() -> Any:
+        files = tmp_path.glob("state0/*/*.json")
+        wait_until(lambda: any(tmp_path.glob("state0/*/*.json")))
+        return json.loads(next(iter(files)).read_text())
+
+    settings = "task_architecture=MLP", "num_epochs=1", "log_verbosity=0"
+    run("new", "--workers", "2", *settings, others=lambda: str(record()["ticket"]))
+    name = next(tmp_path.glob("state0/*/*.json")).stem
+    run(name, "resume=true", "num_epochs=2", others=lambda: name)
+    rows = [metrics.load(tmp_path / f"run{number}") for number in (0, 1)]
+    expected = trained(n_workers=2, num_epochs=2)[1]
+    wanted = "name", "value", "epoch"
+    kept = expected[expected["name"] == "accuracy"].reset_index(drop=True)
+    for found in rows:
+        of_run = found[found["name"] == "accuracy"].reset_index(drop=True)
+        pd.testing.assert_frame_equal(of_run[[*wanted]], kept[[*wanted]], rtol=1e-6)
+    text = record()["ticket"]
+    files = (file for file in tmp_path.glob("run*/**/*") if file.is_file())
+    assert not any(text.encode() in file.read_bytes() for file in files)

@@ -104,8 +104,8 @@ class Link:
         return next((path.remote_addr for path in paths), "")
 
     @property
-    def overhead(self) -> int:
-        """Bytes of UDP datagrams that this machine has sent."""
+    def sent_bytes(self) -> int:
+        """Bytes of the UDP datagrams that this machine has sent, with all headers of QUIC."""
         return int(self._connection.stats().udp_tx_bytes)
 
     def close(self, code: int, text: str) -> None:

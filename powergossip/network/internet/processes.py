@@ -51,6 +51,7 @@ class InternetProcesses(Processes):
 
     transport = "internet"
     has_own_files = True
+    is_first = True  # each reports to the owner of its machine
 
     def __init__(self, node: Node, keys: Sequence[bytes], name: str):
         super().__init__()
@@ -178,6 +179,12 @@ class InternetProcesses(Processes):
             for process, key in enumerate(self._keys)
             if (link := self.node.known_link(key)) is not None and link.is_ahead(0)
         ]
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that this machine has sent in UDP datagrams to those that it is connected with."""
+        links = [link for key in self._keys if (link := self.node.known_link(key)) is not None]
+        return sum(link.sent_bytes for link in links)
 
     # --- The end ---
 
