@@ -1,6 +1,6 @@
 """One of several machines that meet with a ticket and exchange messages for a while:
 
-python -m tests.harness.far FOLDER RANK SIZE SECONDS [OPTIONS [BYTES]]
+python -m tests.harness.far FOLDER RANK SIZE SECONDS BYTES OPTIONS
 """
 
 import json
@@ -17,9 +17,8 @@ from powergossip.network.internet.processes import InternetProcesses
 
 
 def main() -> None:
-    folder, rank, size, seconds = Path(sys.argv[1]), *map(int, sys.argv[2:5])
-    options = meeting.Options.of(json.loads(sys.argv[5]) if len(sys.argv) > 5 else {})
-    length = int(sys.argv[6]) if len(sys.argv) > 6 else 10**4
+    folder, rank, size, seconds, length = Path(sys.argv[1]), *map(int, sys.argv[2:6])
+    options = meeting.Options.of(json.loads(sys.argv[6]))
     ticket = folder / "ticket"
     began = time.monotonic()
     if rank == 0:

@@ -19,6 +19,9 @@ class Internet:
 
     def __init__(self) -> None:
         self.names: list[str] = []
+
+    def build(self) -> None:
+        """Make the switch. Raises Refused where the kernel does not support it."""
         self._add("switch", ["link set lo up", "link add switch type bridge", "link set switch up"])
 
     def _add(self, name: str, lines: Sequence[str]) -> None:
@@ -76,12 +79,9 @@ class Internet:
         self.run(name, "nft", "-f", "-", text="\n".join(lines))
 
     def rate(self, name: str, rate: str, device: str = "eth0") -> None:
-        """Limit what a host sends. The other direction is limited at the sender or the switch."""
-        batch(
-            "tc",
-            [f"qdisc replace dev {device} root tbf rate {rate} burst 5k limit 50k"],
-            self.of(name),
-        )
+        """Limit what a host sends."""
+        limit = f"qdisc replace dev {device} root tbf rate {rate} burst 5k limit 50k"
+        batch("tc", [limit], self.of(name))
 
     def command(self, name: str, *words: str) -> list[str]:
         return ["ip", "netns", "exec", self.of(name), *words]
