@@ -61,7 +61,7 @@ def main() -> None:
         on = bool(processes.gather_arrays(np.array([time.monotonic() < deadline]))[0, 0])
     for process in others:
         link = processes.node.wait(processes.link(process))
-        paths = [(p.remote_addr, p.is_selected, p.rtt_ms) for p in link._connection.paths()]
+        paths = [(p.remote_addr, p.is_selected, p.rtt_ms) for p in link.connection.paths()]
         say(f"process {process}: {paths}")
     say(f"{step} steps, the longest {longest:.1f} s")
 

@@ -8,6 +8,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,10 +16,11 @@ from typing import Any, ClassVar
 import pytest
 
 from powergossip.errors import BadInput
-from powergossip.network.internet import handshake
+from powergossip.network.internet import handshake, meeting
 from powergossip.network.internet.codec import BadMessage, decoded
 from powergossip.network.internet.node import PROTOCOL, Node
 from powergossip.training.definition import settings
+from tests.harness import internet
 from tests.harness.attacked import SECRET
 
 iroh = pytest.importorskip("iroh.iroh_ffi")
@@ -350,3 +352,32 @@ def test_definitions_that_are_code_or_files(
     Path("own.txt").write_text("private")
     with pytest.raises(BadInput):
         settings(json.dumps(values))
+
+
+def test_members_that_do_not_speak_the_protocol_take_no_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Garbage, or nothing, of one that knows the secret, before the others come."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    keys, options = [os.urandom(32) for _ in range(2)], meeting.Options()
+    ticket, record = internet.prepare(0, keys, SECRET)
+    record.members = []
+    host = meeting.Host(ticket, record, options, "")
+    strange = [Node(SECRET, os.urandom(32), 0) for _ in range(3)]
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(host.meet)
+        for node, sent in zip(strange, (text("[" * 10**5), text("5"), b""), strict=True):
+            node.knows(host.ticket.key, host.ticket.addresses)
+            link = node.wait(node.link(host.ticket.key))
+            if sent:
+                node.wait(link.send(meeting._MEETING, sent))
+                node.wait(link.connection.closed(), 20)
+        joiner = meeting.call(host.ticket, internet.prepare(1, keys, SECRET)[1], options)
+        found = joiner.enter(), first.result(60)
+    assert found[0][1] == found[1][1] == [meeting.public(key) for key in keys]
+    for node in (*strange, found[0][0], found[1][0]):
+        node.close("")
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition("is rejected: ")[2] for line in lines] == [
+        "it does not speak this protocol"
+    ] * 2

@@ -44,7 +44,6 @@ def machines(
     yield meet
     for processes in made:
         processes.node.close("the test is over")
-        processes._ended = True
 
 
 def everywhere(machines: list[InternetProcesses], action: Callable[..., Any]) -> list[Any]:
@@ -56,7 +55,7 @@ def everywhere(machines: list[InternetProcesses], action: Callable[..., Any]) ->
 def test_the_repair_of_the_binding_is_still_needed() -> None:
     """iroh's binding copies byte by byte. If this fails, internet/binding.py needs none. With it, a
     copy reads no single byte."""
-    builder = binding.iroh()._UniffiRustBufferBuilder
+    builder = binding.builder(binding.iroh())
     assert binding.copies_one_by_one(type("Slow", (builder,), {"write": builder.slow_write}))
     assert not binding.copies_one_by_one(builder)
 
@@ -119,7 +118,7 @@ def test_another_length_than_is_due_ends_the_connection(machines: Any) -> None:
     link: Link = second.node.wait(second.link(0))
 
     async def announce() -> None:
-        stream = await link._connection.open_uni()
+        stream = await link.connection.open_uni()
         await stream.write_all((3).to_bytes(4, "little") + (2**63).to_bytes(8, "little"))
 
     second.node.wait(announce())
@@ -135,7 +134,7 @@ def test_strangers_are_rejected_and_the_run_goes_on(
     machines: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those without the secret, with a recorded handshake, with garbage, or who come late."""
-    monkeypatch.setattr(node, "_QUIET", 0.0)
+    monkeypatch.setattr(node, "QUIET", 0.0)
     all_machines = machines(2)
     first = all_machines[0].node
     secret = bytes(32)
@@ -150,7 +149,7 @@ def test_strangers_are_rejected_and_the_run_goes_on(
     async def call(stranger: Node, *messages: bytes) -> str:
         api = binding.iroh()
         place = api.EndpointAddr(api.EndpointId.from_bytes(first.key), None, [*first.addresses])
-        connection = await stranger._endpoint.connect(place, first._protocol)
+        connection = await stranger.endpoint.connect(place, first.protocol)
         stream = await connection.open_bi()
         for message in messages:
             await stream.send().write_all(message)

@@ -17,12 +17,12 @@ class Counted(bytes):
         return super().__iter__()
 
 
-def copies_one_by_one(builder: Any) -> bool:
+def copies_one_by_one(kind: Any) -> bool:
     """True if a class that fills memory copies bytes in a loop of Python.
 
     The classes that uniffi before 0.32 generates do (github.com/n0-computer/iroh-ffi/issues/229).
     """
-    value, filled = Counted(b"\0"), builder()
+    value, filled = Counted(b"\0"), kind()
     try:
         filled.write(value)
     finally:
@@ -46,7 +46,12 @@ def iroh() -> Any:
         raise BadInput(
             "a ticket needs the package iroh; install decentralized-deep-learning[internet]"
         ) from error
-    builder = iroh_ffi._UniffiRustBufferBuilder
-    if copies_one_by_one(builder):
-        builder.slow_write, builder.write = builder.write, write
+    memory = builder(iroh_ffi)
+    if copies_one_by_one(memory):
+        memory.slow_write, memory.write = memory.write, write
     return iroh_ffi
+
+
+def builder(module: Any) -> Any:
+    """The class of the binding that fills memory."""
+    return module._UniffiRustBufferBuilder

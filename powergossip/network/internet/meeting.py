@@ -239,8 +239,11 @@ async def _meet(node: Node, ticket: Ticket, definition: str, known: Sequence[byt
     links: dict[bytes, Link] = {}
 
     async def admit(link: Link) -> None:
-        with suppress(PeerLost, BadMessage, ValueError, TypeError):
-            addresses = tickets.addresses_of(decoded(await link.receive_any(_MEETING, _LIMIT)))
+        with suppress(PeerLost):
+            try:
+                addresses = tickets.addresses_of(decoded(await link.receive_any(_MEETING, _LIMIT)))
+            except (ValueError, TypeError) as error:
+                raise link.misbehaved("it does not speak this protocol") from error
             await link.send(_MEETING, encoded(definition))
             await link.receive_any(_MEETING, _LIMIT)
             seen = [link.address] if link.address else []

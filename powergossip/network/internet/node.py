@@ -38,7 +38,7 @@ _MOST = 2**16  # bytes of a caller before its proof
 _TAGS = 2**15 + 2**8
 _STREAMS = 100  # of tags that this machine does not use yet, at most
 _PART = 2**20  # bytes of a long message that are copied at once
-_QUIET = 10.0  # seconds between two lines about strangers
+QUIET = 10.0  # seconds between two lines about strangers
 _SIZE = struct.Struct("<Q")
 _TAG = struct.Struct("<I")
 _CHOSEN = b"\1"
@@ -84,10 +84,11 @@ class Link:
     Attributes:
         key: Public key of the machine.
         name: Its name in errors.
+        connection: The connection of iroh.
     """
 
     def __init__(self, key: bytes, connection: Any):
-        self.key, self.name, self._connection = key, f"machine {key.hex()[:8]}", connection
+        self.key, self.name, self.connection = key, f"machine {key.hex()[:8]}", connection
         self._outgoing: dict[int, tuple[asyncio.Lock, asyncio.Future[Any]]] = {}
         self._inboxes: dict[int, _Inbox] = {}
         self._offence = ""
@@ -95,25 +96,25 @@ class Link:
 
     @property
     def is_lost(self) -> bool:
-        return self._connection.close_reason() is not None
+        return self.connection.close_reason() is not None
 
     @property
     def address(self) -> str:
         """The address of the other machine as this one sees it, or ""."""
-        paths = (path for path in self._connection.paths() if path.is_ip)
+        paths = (path for path in self.connection.paths() if path.is_ip)
         return next((path.remote_addr for path in paths), "")
 
     @property
     def sent_bytes(self) -> int:
         """Bytes of the UDP datagrams that this machine has sent, with all headers of QUIC."""
-        return int(self._connection.stats().udp_tx_bytes)
+        return int(self.connection.stats().udp_tx_bytes)
 
     def close(self, code: int, text: str) -> None:
-        self._connection.close(code, text.encode()[:200])
+        self.connection.close(code, text.encode()[:200])
 
     def lost(self, error: Exception | None = None) -> PeerLost:
         """The error of a lost connection."""
-        text = self._offence or self._connection.close_reason() or str(error)
+        text = self._offence or self.connection.close_reason() or str(error)
         if "timed out" in text:
             text = "no sign of life for 30 s"
         text = "".join(filter(str.isprintable, text.splitlines()[0]))
@@ -123,10 +124,10 @@ class Link:
         """Assign the streams that the other machine opens to their tags."""
         with suppress(iroh().IrohError, PeerLost):
             while True:
-                stream = await self._connection.accept_uni()
+                stream = await self.connection.accept_uni()
                 (tag,) = _TAG.unpack(await stream.read_exact(_TAG.size))
                 if tag >= _TAGS:
-                    raise self._misbehaved(f"a message of tag {tag} has come")
+                    raise self.misbehaved(f"a message of tag {tag} has come")
                 self._inboxes.setdefault(tag, _Inbox()).opened(stream)
 
     def _inbox(self, tag: int) -> _Inbox:
@@ -135,12 +136,14 @@ class Link:
         if not inbox.is_used:
             inbox.is_used = True
             used = sum(inbox.is_used for inbox in self._inboxes.values())
-            self._connection.set_max_concurrent_uni_streams(_STREAMS + 2 * used)
+            self.connection.set_max_concurrent_uni_streams(_STREAMS + 2 * used)
         return inbox
 
-    def _misbehaved(self, text: str) -> PeerLost:
+    def misbehaved(self, text: str) -> PeerLost:
+        """Close the connection with a line. Returns the error."""
         self._offence = text
         self.close(MISBEHAVED, text)
+        print(f"{self.name} is rejected: {text}", file=sys.stderr, flush=True)
         return self.lost()
 
     def is_ahead(self, tag: int) -> bool:
@@ -163,7 +166,7 @@ class Link:
             raise self.lost(error) from None
 
     async def _open(self, tag: int) -> Any:
-        stream = await self._connection.open_uni()
+        stream = await self.connection.open_uni()
         await stream.write_all(_TAG.pack(tag))
         return stream
 
@@ -173,7 +176,7 @@ class Link:
         async with inbox.turn:
             length, stream = await self._next(inbox)
             if length != len(memory):
-                raise self._misbehaved(f"{length} bytes have come instead of {len(memory)}")
+                raise self.misbehaved(f"{length} bytes have come instead of {len(memory)}")
             try:
                 for first in range(0, length, _PART):
                     part = memory[first : first + _PART]
@@ -188,7 +191,7 @@ class Link:
         async with inbox.turn:
             length, stream = await self._next(inbox)
             if length > limit:
-                raise self._misbehaved(f"a message of {length} bytes has come, above {limit}")
+                raise self.misbehaved(f"a message of {length} bytes has come, above {limit}")
             parts, missing = [], length
             try:
                 while missing:
@@ -201,7 +204,7 @@ class Link:
 
     async def _next(self, inbox: _Inbox) -> tuple[int, Any]:
         """The length of the next message of a tag, and its stream."""
-        closed = asyncio.ensure_future(self._connection.closed())
+        closed = asyncio.ensure_future(self.connection.closed())
         try:
             if not inbox.stream.done():  # a lost connection opens none
                 await asyncio.wait([inbox.stream, closed], return_when=asyncio.FIRST_COMPLETED)
@@ -227,8 +230,10 @@ class Node:
 
     Attributes:
         key: Public key of this machine.
+        protocol: The name that QUIC asks of callers. It follows from the secret.
         members: Public keys that are let in. None: every one that knows the secret.
         meets: True until the run has its machines: they may come, leave and come again.
+        endpoint: The endpoint of iroh.
         arrived: Links of machines that have called this one, while it meets others.
     """
 
@@ -237,23 +242,23 @@ class Node:
     ):
         self._iroh = iroh()
         self._secret = secret
-        self._protocol = PROTOCOL + handshake.proof(secret, b"protocol", b"", b"", b"")
+        self.protocol = PROTOCOL + handshake.proof(secret, b"protocol", b"", b"", b"")
         self.members: set[bytes] | None = None
         self.meets = True
         self.key = self._iroh.SecretKey.from_bytes(key).public().to_bytes()
         self._links: dict[bytes, asyncio.Future[Link]] = {}
         self._places: dict[bytes, tuple[str, ...]] = {}
         self._callers: list[str] = []  # networks of those in a handshake
-        self._strangers, self._told = 0, -_QUIET
+        self._strangers, self._told = 0, -QUIET
         self._tasks: set[asyncio.Task[Any]] = set()
         self._relay = relay
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
         self.arrived: asyncio.Queue[Link] = self.wait(self._queue())
-        self._endpoint = self.wait(self._bind(key, port))
+        self.endpoint = self.wait(self._bind(key, port))
         for address in others:
-            self.wait(self._endpoint.add_external_addr(address))
+            self.wait(self.endpoint.add_external_addr(address))
         self.start(self._welcome_all())
         atexit.register(self.close, "it has ended")
 
@@ -271,7 +276,7 @@ class Node:
                 own = mode.custom_from_urls([self._relay]) if self._relay else mode.disabled()
                 builder.relay_mode(own)
             builder.secret_key(key)
-            builder.alpns([self._protocol])
+            builder.alpns([self.protocol])
             for address in sockets:
                 builder.bind_addr(address)
             try:
@@ -297,16 +302,20 @@ class Node:
     @property
     def addresses(self) -> tuple[str, ...]:
         """Addresses IP:PORT of this machine, as it knows them. Without a network, the host's."""
-        found = self._endpoint.addr().direct_addresses()[:MOST]
+        found = self.endpoint.addr().direct_addresses()[:MOST]
         return addresses_of(found or [f"127.0.0.1:{self.port}"])
 
     @property
     def relay(self) -> str:
-        return str(self._endpoint.addr().relay_url() or "")
+        return str(self.endpoint.addr().relay_url() or "")
 
     @property
     def port(self) -> int:
-        return int(self._endpoint.bound_sockets()[0].rpartition(":")[2])
+        return int(self.endpoint.bound_sockets()[0].rpartition(":")[2])
+
+    @property
+    def is_closed(self) -> bool:
+        return not self._thread.is_alive()
 
     def close(self, text: str, seconds: float = 2.0) -> None:
         """Close all connections, and tell the others why. The thread ends."""
@@ -315,13 +324,13 @@ class Node:
             for link in self._links.values():
                 if link.done() and not link.cancelled() and not link.exception():
                     link.result().close(ENDED, text)
-            await self._endpoint.close()
+            await self.endpoint.close()
             tasks = asyncio.all_tasks() - {asyncio.current_task()}
             for task in tasks:  # the library must not call Python when that has ended
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-        if not self._thread.is_alive():
+        if self.is_closed:
             return
         with suppress(Exception):
             self.wait(close(), seconds)
@@ -351,6 +360,7 @@ class Node:
                 tried = ", ".join(self._places.get(key, ())) or "none"
                 why = failed or f"no answer within {PATIENCE:.0f} s"
                 name = name or f"machine {key.hex()[:8]}"
+                tried += "" if self._relay else "; without a relay"
                 raise PeerLost(f"no connection to {name}: {why}; addresses tried: {tried}")
         link.result().name = name or link.result().name
         return link.result()
@@ -374,7 +384,7 @@ class Node:
         while not self._future(key).done():
             connection: Any = None
             try:
-                connection = await self._endpoint.connect(address, self._protocol)
+                connection = await self.endpoint.connect(address, self.protocol)
                 stream = await connection.open_bi()
                 await handshake.dial(stream, self._secret, self.key, key)
                 await self._choose(key, connection, stream)
@@ -405,7 +415,7 @@ class Node:
 
     async def _welcome_all(self) -> None:
         """Answer the calls of other machines."""
-        while (incoming := await self._endpoint.accept_next()) is not None:
+        while (incoming := await self.endpoint.accept_next()) is not None:
             with suppress(self._iroh.IrohError):
                 network = _network(await incoming.remote_addr())
                 if len(self._callers) >= _AT_ONCE or self._callers.count(network) >= _OF_ONE:
@@ -463,15 +473,15 @@ class Node:
     def _tell(self, text: str) -> None:
         """A line about a stranger, now and then."""
         self._strangers += 1
-        if time.monotonic() - self._told >= _QUIET:
+        if time.monotonic() - self._told >= QUIET:
             self._told = time.monotonic()
             print(f"{self._strangers} callers rejected, the last one: {text}", file=sys.stderr)
 
 
 def _network(caller: Any) -> str:
-    """The network of a caller's address: of one machine, or of a few behind one router."""
+    """The network of a caller's address, of one machine or of those behind a router, or a relay."""
     if not caller.is_ip():
-        return str(caller)
+        return str(getattr(caller, "url", ""))
     address = ipaddress.ip_address(caller.addr.rpartition(":")[0].strip("[]").partition("%")[0])
     return str(ipaddress.ip_network((address, 32 if address.version == 4 else 64), strict=False))
 

@@ -58,7 +58,6 @@ class InternetProcesses(Processes):
         self.node, self.name, self._keys = node, name, keys
         self.rank, self.size = keys.index(node.key), len(keys)
         self._turns: dict[int, asyncio.Lock] = {}
-        self._ended = False
         atexit.register(self.finalize)
         self._find_local()
 
@@ -97,7 +96,9 @@ class InternetProcesses(Processes):
         if self.rank:
             first = await self.link(0)
             await first.send(tag, own)
-            values = _decoded(first, await first.receive_any(tag, _LONGEST * self.size))
+            values = _decoded(first.name, await first.receive_any(tag, _LONGEST * self.size))
+            if type(values) is not list or [*map(type, values)] != [np.ndarray] * self.size:
+                raise PeerLost(f"{first.name} has sent values of another type or number")
             return [value.tobytes() for value in values]
         links = await self._links()
         received = await asyncio.gather(*(link.receive_any(tag, _LONGEST) for link in links))
@@ -131,7 +132,7 @@ class InternetProcesses(Processes):
 
     def gather(self, value: T) -> list[T]:
         found = self._wait(self._start(_VALUES, self._gather(_VALUES, encoded(value))))
-        return [_value(process, octets) for process, octets in enumerate(found)]
+        return [_decoded(f"process {rank}", octets) for rank, octets in enumerate(found)]
 
     def broadcast(self, value: T) -> T:
         return self.gather(value if self.rank == 0 else None)[0]  # type: ignore[return-value]
@@ -158,13 +159,13 @@ class InternetProcesses(Processes):
         check: Callable[[int, np.ndarray], None],
         ahead: Callable[[int], None],
     ) -> None:
-        if self._ended:
+        if self.node.is_closed:
             return
         work = self._start(_BARRIER, self._gather_arrays(_BARRIER, token))
         since: dict[int, float] = {}
         with standstill.waiting(self.rank, range(self.size)):
             while not work.done():
-                time.sleep(0.001)
+                time.sleep(0.01)
                 now = time.monotonic()
                 for process in self.node.wait(self._ahead()):
                     if now - since.setdefault(process, now) >= max(patience, _AHEAD):
@@ -191,15 +192,13 @@ class InternetProcesses(Processes):
     def finalize(self) -> None:
         """Wait for the others, for a while: a connection that is closed takes its last messages
         with it."""
-        if not self._ended:
-            self._ended = True
+        if not self.node.is_closed:
             with suppress(PeerLost, TimeoutError):
                 own = np.zeros(1, dtype=np.uint8)
                 self._start(_BARRIER, self._gather_arrays(_BARRIER, own)).result(_PARTING)
             self.node.close("it has ended")
 
     def end(self, code: int) -> NoReturn:
-        self._ended = True
         self.node.close(f"it has ended with exit code {code}")
         sys.stdout.flush()
         sys.stderr.flush()
@@ -214,18 +213,11 @@ def _memory(octets: Tensor) -> memoryview:
     return memoryview(octets.numpy())  # type: ignore[arg-type]  # NumPy's stubs know no Buffer
 
 
-def _decoded(link: Link, octets: bytes) -> Any:
+def _decoded(name: str, octets: bytes) -> Any:
     try:
         return decoded(octets)
     except BadMessage as error:
-        raise PeerLost(f"{link.name} has sent what is no message ({error})") from None
-
-
-def _value(process: int, octets: bytes) -> Any:
-    try:
-        return decoded(octets)
-    except BadMessage as error:
-        raise PeerLost(f"process {process} has sent what is no message ({error})") from None
+        raise PeerLost(f"{name} has sent what is no message ({error})") from None
 
 
 class InternetChannel:
