@@ -5,6 +5,7 @@ are neither code nor files.
 """
 
 import json
+import os
 import re
 from collections.abc import Collection, Iterator
 from typing import Any
@@ -21,7 +22,7 @@ OWN = OF_PROCESS | {
     *("allow_lost_rows", "overwrite", "evaluate_only", "trackers", "tensorboard", "scenario"),
     *("distributed_backend", "distributed_init_file", "record_order"),
 }
-_WORD = re.compile(r"[\w.+-]*", re.ASCII)  # neither a path, a function, nor a reference ${…}
+_WORD = re.compile(r"[\w+-][\w.+-]*", re.ASCII)  # no path, function, or reference ${…}
 
 
 def definition(asked: DictConfig) -> str:
@@ -41,7 +42,7 @@ def settings(text: str, allowed: Collection[str] = ()) -> dict[str, Any]:
     """The values by key of another machine's definition.
 
     Args:
-        allowed: Values with other characters than words have that this machine's owner accepts.
+        allowed: Values that may be code or files, which this machine's owner accepts.
 
     Raises:
         BadInput: For another text, a key of each machine, or a value that may be code or a file.
@@ -56,15 +57,15 @@ def settings(text: str, allowed: Collection[str] = ()) -> dict[str, Any]:
     for key, value in values.items():
         if not re.fullmatch(r"[a-z0-9_]{1,60}", key) or key in OWN:
             raise BadInput(
-                f"the definition of the run has the key {key!r}, which is never accepted"
+                f"the definition of the run has the key {key[:60]!r}, which is never accepted"
             )
         if key == "topology" and value not in allowed:
             _check_topology(value)
         for word in _words(value):
-            if word not in allowed and not _WORD.fullmatch(word):
+            if word not in allowed and (not _WORD.fullmatch(word) or os.path.exists(word)):
                 raise BadInput(
-                    f"the definition of the run has {key}={word!r}, which may be code or a file of "
-                    "yours; allow it with --allow VALUE if you know it"
+                    f"the definition of the run has {key}={word[:200]!r}, which may be code or a "
+                    "file of yours; allow it with --allow VALUE if you know it"
                 )
         configuration.assign(known, key, value, "the definition of the run: ")
     return values

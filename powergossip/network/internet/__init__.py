@@ -15,12 +15,15 @@ What is promised, and to whom:
 - Only who knows the ticket's secret takes part, and only until the run has its machines. From then
   on, only the keys of these machines are let in. Both ends of a connection prove the secret, with
   fresh random numbers and the keys of the encrypted connection. A recorded handshake is useless.
-- A stranger can slow down that machines join, and nothing else: before the proof, a machine reads
-  96 bytes at most, for ten seconds at most, of 32 connections at the same time.
+- A stranger can slow down that machines join, and nothing else. QUIC refuses callers that do not
+  name a protocol that follows from the secret. Before the proof, a machine reads 96 bytes and takes
+  64 kB at most, for ten seconds at most, of 32 callers at the same time, four in each network.
 - Everything that arrives has a length that is known before, or a limit. Memory is reserved as bytes
   arrive. Values are JSON and arrays of numbers: neither code nor paths come over the wire, and
-  nothing is unpickled. The keys of a run that a joiner accepts are in powergossip/join.py.
+  nothing is unpickled. The keys of a run that a joiner accepts are in powergossip/join.py. Messages
+  for which a machine does not ask take 250 MB of another machine's at most.
 - The machines of a run trust each other: one that sends wrong numbers spoils the model. One that
-  sends nothing for 30 s, or another length than is due, ends the run with a sentence.
+  shows no sign of life for 30 s, or sends another length than is due, ends the run with a sentence.
+  One that lives and sends nothing holds it up, with a line on the standard error.
 - Servers of others see nothing: without the option `relay`, messages go directly.
 """

@@ -40,7 +40,14 @@ def decoded(octets: bytes) -> Any:
         return value
     except BadMessage:
         raise
-    except (ValueError, TypeError, LookupError, RecursionError, struct.error) as error:
+    except (
+        ValueError,
+        TypeError,
+        LookupError,
+        RuntimeError,
+        ArithmeticError,
+        struct.error,
+    ) as error:
         raise BadMessage(f"{type(error).__name__}: {error}") from None
 
 
@@ -76,7 +83,7 @@ class _Reader:
 
     def take(self, dtype: str, *shape: int) -> np.ndarray:
         kind = _DTYPES[dtype]
-        if any(type(axis) is not int or axis < 0 for axis in shape):
+        if len(shape) > 32 or any(type(axis) is not int or axis < 0 for axis in shape):
             raise BadMessage("a shape is wrong")
         length = prod(shape) * kind.itemsize
         if length > len(self.rest):

@@ -318,8 +318,11 @@ async def _meet(node: Node, ticket: Ticket, definition: str, known: Sequence[byt
     links: dict[bytes, Link] = {}
 
     async def admit(link: Link) -> None:
-        with suppress(PeerLost, BadMessage, ValueError, TypeError):
-            addresses = tickets.addresses_of(decoded(await link.receive_any(MEETING, LIMIT)))
+        with suppress(PeerLost):
+            try:
+                addresses = tickets.addresses_of(decoded(await link.receive_any(MEETING, LIMIT)))
+            except (ValueError, TypeError) as error:
+                raise link.misbehaved("it does not speak this protocol") from error
             await link.send(ANSWER, encoded([NEW, definition]))
             await link.receive_any(MEETING, LIMIT)
             seen = [link.address] if link.address else []

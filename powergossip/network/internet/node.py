@@ -12,6 +12,7 @@ All of this runs in one thread, in coroutines. `Node.wait` runs one for another 
 
 import asyncio
 import atexit
+import ipaddress
 import socket
 import struct
 import sys
@@ -26,7 +27,6 @@ from powergossip.errors import BadInput, PeerLost
 from powergossip.network.internet import handshake
 from powergossip.network.internet.binding import iroh
 from powergossip.network.internet.codec import BadMessage, decoded, encoded
-from powergossip.network.internet.handshake import LENGTH
 from powergossip.network.internet.tickets import MOST, N0, addresses_of
 from powergossip.network.processes import TOKEN
 
@@ -35,8 +35,10 @@ T = TypeVar("T")
 PROTOCOL = b"powergossip/1"
 PATIENCE = 30.0  # seconds, for a connection
 _HANDSHAKE = 10.0  # seconds
-_AT_ONCE = 32  # handshakes
-_STREAMS = 2**15  # of a connection and direction: one for each tag
+_AT_ONCE, _OF_ONE = 32, 4  # handshakes, and those with callers at one address
+_MOST = 2**16  # bytes of a caller before its proof
+_TAGS = 2**15 + 2**8
+_STREAMS = 100  # of tags that this machine does not use yet, at most
 _PART = 2**20  # bytes of a long message that are copied at once
 QUIET = 10.0  # seconds between two lines about strangers
 _SIZE = struct.Struct("<Q")
@@ -59,6 +61,7 @@ class _Inbox:
         self.turn = asyncio.Lock()
         self.stream: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self.length: asyncio.Future[int] | None = None  # of the next message
+        self.is_used = False  # by this machine
 
     def opened(self, stream: Any) -> None:
         if not self.stream.done():
@@ -94,7 +97,6 @@ class Link:
         self._outgoing: dict[int, tuple[asyncio.Lock, asyncio.Future[Any]]] = {}
         self._inboxes: dict[int, _Inbox] = {}
         self._offence = ""
-        connection.set_max_concurrent_uni_streams(_STREAMS)
         self._accepting = asyncio.ensure_future(self._accept())
 
     @property
@@ -134,27 +136,33 @@ class Link:
         text = self._offence or self.connection.close_reason() or str(error)
         if "timed out" in text:
             text = "no sign of life for 30 s"
-        return PeerLost(f"the connection to {self.name} is lost ({text.splitlines()[0]})")
+        text = "".join(filter(str.isprintable, text.splitlines()[0]))
+        return PeerLost(f"the connection to {self.name} is lost ({text})")
 
     async def _accept(self) -> None:
         """Assign the streams that the other machine opens to their tags."""
-        with suppress(iroh().IrohError):
+        with suppress(iroh().IrohError, PeerLost):
             while True:
                 stream = await self.connection.accept_uni()
                 (tag,) = _TAG.unpack(await stream.read_exact(_TAG.size))
-                self._inbox(tag).opened(stream)
+                if tag >= _TAGS:
+                    raise self.misbehaved(f"a message of tag {tag} has come")
+                self._inboxes.setdefault(tag, _Inbox()).opened(stream)
 
     def _inbox(self, tag: int) -> _Inbox:
-        if tag not in self._inboxes:
-            if len(self._inboxes) > _STREAMS:
-                raise self.misbehaved("too many streams")
-            self._inboxes[tag] = _Inbox()
-        return self._inboxes[tag]
+        """The messages of a tag that this machine uses. QUIC limits the other tags."""
+        inbox = self._inboxes.setdefault(tag, _Inbox())
+        if not inbox.is_used:
+            inbox.is_used = True
+            used = sum(inbox.is_used for inbox in self._inboxes.values())
+            self.connection.set_max_concurrent_uni_streams(_STREAMS + 2 * used)
+        return inbox
 
     def misbehaved(self, text: str) -> PeerLost:
-        """Close the connection. Returns the error."""
+        """Close the connection with a line. Returns the error."""
         self._offence = text
         self.close(MISBEHAVED, text)
+        print(f"{self.name} is rejected: {text}", file=sys.stderr, flush=True)
         return self.lost()
 
     def is_ahead(self, tag: int) -> bool:
@@ -241,6 +249,7 @@ class Node:
 
     Attributes:
         key: Public key of this machine.
+        protocol: The name that QUIC asks of callers. It follows from the secret.
         members: Public keys that are let in. None: every one that knows the secret.
         meets: True until the run has its machines: they may come, leave and come again.
         definition: Definition of a run that goes on, for machines that come back to it.
@@ -256,6 +265,7 @@ class Node:
     ):
         self._iroh = iroh()
         self._secret = secret
+        self.protocol = PROTOCOL + handshake.proof(secret, b"protocol", b"", b"", b"")
         self.members: set[bytes] | None = None
         self.meets = True
         self.definition, self.is_away = "", False
@@ -263,7 +273,7 @@ class Node:
         self.key = self._iroh.SecretKey.from_bytes(key).public().to_bytes()
         self._links: dict[bytes, asyncio.Future[Link]] = {}
         self._places: dict[bytes, tuple[str, ...]] = {}
-        self._handshakes = 0
+        self._callers: list[str] = []  # networks of those in a handshake
         self._strangers, self._told = 0, -QUIET
         self._tasks: set[asyncio.Task[Any]] = set()
         self._relay = relay
@@ -291,7 +301,7 @@ class Node:
                 own = mode.custom_from_urls([self._relay]) if self._relay else mode.disabled()
                 builder.relay_mode(own)
             builder.secret_key(key)
-            builder.alpns([PROTOCOL])
+            builder.alpns([self.protocol])
             for address in sockets:
                 builder.bind_addr(address)
             try:
@@ -375,6 +385,7 @@ class Node:
                 tried = ", ".join(self._places.get(key, ())) or "none"
                 why = failed or f"no answer within {PATIENCE:.0f} s"
                 name = name or f"machine {key.hex()[:8]}"
+                tried += "" if self._relay else "; without a relay"
                 raise PeerLost(f"no connection to {name}: {why}; addresses tried: {tried}")
         link.result().name = name or link.result().name
         return link.result()
@@ -407,12 +418,14 @@ class Node:
         while not self._future(key).done():
             connection: Any = None
             try:
-                connection = await self.endpoint.connect(address, PROTOCOL)
+                connection = await self.endpoint.connect(address, self.protocol)
                 stream = await connection.open_bi()
                 await handshake.dial(stream, self._secret, self.key, key)
                 await self._choose(key, connection, stream)
             except api.IrohError as error:
                 reason = connection.close_reason() if connection else None
+                if _other_protocol(error):
+                    reason = _REFUSALS[handshake.WrongSecret]
                 for text in _REFUSALS.values():
                     if reason and text in reason:
                         raise PermissionError(text) from error
@@ -437,17 +450,19 @@ class Node:
     async def _welcome_all(self) -> None:
         """Answer the calls of other machines."""
         while (incoming := await self.endpoint.accept_next()) is not None:
-            if self._handshakes >= _AT_ONCE:
-                await incoming.refuse()
-                continue
-            self._handshakes += 1
-            task = asyncio.ensure_future(self._welcome(incoming))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            with suppress(self._iroh.IrohError):
+                network = _network(await incoming.remote_addr())
+                if len(self._callers) >= _AT_ONCE or self._callers.count(network) >= _OF_ONE:
+                    await incoming.refuse()
+                    continue
+                task = asyncio.ensure_future(self._welcome(incoming, network))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
 
-    async def _welcome(self, incoming: Any) -> None:
+    async def _welcome(self, incoming: Any, network: str) -> None:
         """Check one caller. One without the secret, or that is no member, is sent away."""
-        connection = None
+        connection = watch = None
+        self._callers.append(network)
         try:
             async with asyncio.timeout(_HANDSHAKE):
                 if not await incoming.remote_addr_validated():
@@ -455,11 +470,12 @@ class Node:
                     return
                 connection = await (await incoming.accept()).connect()
                 key = connection.remote_id().to_bytes()
-                assert len(key) == LENGTH
+                watch = asyncio.ensure_future(self._limit(connection))
                 if self.members is not None and key not in self.members:
                     raise PermissionError
                 stream = await connection.accept_bi()
                 await handshake.accept(stream, self._secret, self.key, key)
+                watch.cancel()
                 if self.returned is not None:
                     task = asyncio.ensure_future(self._take_back(key, connection, stream))
                     self._tasks.add(task)
@@ -479,8 +495,19 @@ class Node:
             if connection is not None and connection.close_reason() is None:
                 connection.close(STRANGER, text.encode())
                 self._tell(text)
+            elif connection is None and _other_protocol(error):
+                self._tell(_REFUSALS[handshake.WrongSecret])
         finally:
-            self._handshakes -= 1
+            self._callers.remove(network)
+            if watch is not None:
+                watch.cancel()
+
+    async def _limit(self, connection: Any) -> None:
+        """Close a connection if many bytes come before a proof: QUIC would keep megabytes."""
+        while connection.stats().udp_rx_bytes < _MOST:
+            await asyncio.sleep(0.02)
+        connection.close(STRANGER, b"too many bytes")
+        self._tell("too many bytes")
 
     async def _take_back(self, key: bytes, connection: Any, stream: Any) -> None:
         """Answer a member that calls after it has left, and wait until it is ready."""
@@ -513,6 +540,19 @@ class Node:
         if time.monotonic() - self._told >= QUIET:
             self._told = time.monotonic()
             print(f"{self._strangers} callers rejected, the last one: {text}", file=sys.stderr)
+
+
+def _network(caller: Any) -> str:
+    """The network of a caller's address, of one machine or of those behind a router, or a relay."""
+    if not caller.is_ip():
+        return str(getattr(caller, "url", ""))
+    address = ipaddress.ip_address(caller.addr.rpartition(":")[0].strip("[]").partition("%")[0])
+    return str(ipaddress.ip_network((address, 32 if address.version == 4 else 64), strict=False))
+
+
+def _other_protocol(error: Any) -> bool:
+    """True if the ends of a connection have different secrets, so that QUIC has refused it."""
+    return isinstance(error, iroh().IrohError) and "known protocol" in error.message()
 
 
 def _free_port() -> int:

@@ -151,6 +151,8 @@ class InternetProcesses(Machines):
             first = await self.link(0)
             await first.send(tag, own)
             values = _decoded(first.name, await first.receive_any(tag, _LONGEST * self.size))
+            if type(values) is not list or [*map(type, values)] != [np.ndarray] * self.size:
+                raise PeerLost(f"{first.name} has sent values of another type or number")
             return [value.tobytes() for value in values]
         links = await self._links()
         received = await asyncio.gather(*(link.receive_any(tag, _LONGEST) for link in links))

@@ -1,0 +1,70 @@
+"""One of several machines that meet with a ticket and exchange messages for a while:
+
+python -m tests.harness.far FOLDER RANK SIZE SECONDS BYTES OPTIONS
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from powergossip.network import launch
+from powergossip.network.internet import meeting
+from powergossip.network.internet.processes import InternetProcesses
+
+
+def main() -> None:
+    folder, rank, size, seconds, length = Path(sys.argv[1]), *map(int, sys.argv[2:6])
+    options = meeting.Options.of(json.loads(sys.argv[6]))
+    ticket = folder / "ticket"
+    began = time.monotonic()
+    if rank == 0:
+        host = meeting.Host(*meeting._new(size, options), options, "")
+        (folder / "draft").write_text(str(host.ticket))
+        (folder / "draft").rename(ticket)
+        met = *host.meet(), host.ticket.name
+    else:
+        while not ticket.exists():
+            time.sleep(0.1)
+        node, keys, known = meeting.connect(ticket.read_text(), size, options, "")
+        met = node, keys, known.name
+    processes = InternetProcesses(*met)
+    launch.use(processes)
+
+    def say(text: str) -> None:
+        print(f"{time.monotonic() - began:6.1f} {text}", flush=True)
+
+    say(f"process {processes.rank} has met the others")
+    others = [process for process in range(size) if process != processes.rank]
+    channel = processes.channel(torch.device("cpu"))
+    received = {process: torch.zeros(1, length, dtype=torch.uint8) for process in others}
+    sent = torch.full((1, length), processes.rank, dtype=torch.uint8)
+    deadline, step, longest = time.monotonic() + seconds, 0, 0.0
+    on = True
+    while on:
+        start = time.monotonic()
+        work = channel.requests(
+            [(process, received[process]) for process in others],
+            [(process, sent) for process in others],
+        )
+        work.start()
+        work.wait()
+        assert all(bool((received[process] == process).all()) for process in others)
+        spent = time.monotonic() - start
+        if spent > max(1.0, 2 * longest) or step == 0:
+            say(f"step {step} took {spent:.1f} s")
+        longest = max(longest, spent)
+        step += 1
+        on = bool(processes.gather_arrays(np.array([time.monotonic() < deadline]))[0, 0])
+    for process in others:
+        link = processes.node.wait(processes.link(process))
+        paths = [(p.remote_addr, p.is_selected, p.rtt_ms) for p in link.connection.paths()]
+        say(f"process {process}: {paths}")
+    say(f"{step} steps, the longest {longest:.1f} s")
+
+
+if __name__ == "__main__":
+    main()
