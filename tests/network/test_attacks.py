@@ -370,9 +370,10 @@ def test_members_that_do_not_speak_the_protocol_take_no_place(
             node.knows(host.ticket.key, host.ticket.addresses)
             link = node.wait(node.link(host.ticket.key))
             if sent:
-                node.wait(link.send(meeting._MEETING, sent))
+                node.wait(link.send(meeting.MEETING, sent))
                 node.wait(link.connection.closed(), 20)
         joiner = meeting.call(host.ticket, internet.prepare(1, keys, SECRET)[1], options)
+        assert joiner is not None
         found = joiner.enter(), first.result(60)
     assert found[0][1] == found[1][1] == [meeting.public(key) for key in keys]
     for node in (*strange, found[0][0], found[1][0]):
