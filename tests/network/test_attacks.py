@@ -370,7 +370,7 @@ def test_members_that_do_not_speak_the_protocol_take_no_place(
             node.knows(host.ticket.key, host.ticket.addresses)
             link = node.wait(node.link(host.ticket.key))
             if sent:
-                node.wait(link.send(meeting._MEETING, sent))
+                node.wait(link.send(meeting.MEETING, sent))
                 node.wait(link.connection.closed(), 20)
         joiner = meeting.call(host.ticket, internet.prepare(1, keys, SECRET)[1], options)
         found = joiner.enter(), first.result(60)

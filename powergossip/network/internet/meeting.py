@@ -23,7 +23,7 @@ from powergossip.network.internet.tickets import Record, Ticket
 from powergossip.network.processes import TOKEN
 
 NEW = "new"
-_MEETING = TOKEN + 4  # the tag of these messages
+MEETING = TOKEN + 4  # the tag of these messages
 _LIMIT = 2**20  # bytes of one of them
 _LOOK = 0.2  # seconds
 OPTIONS = "port, addresses and relay"
@@ -89,8 +89,8 @@ class Asked:
         return self.node, _begin(self.node, places)
 
     async def _enter(self) -> list[Place]:
-        await self.link.send(_MEETING, encoded("ready"))
-        places = decoded(await self.link.receive_any(_MEETING, _LIMIT))
+        await self.link.send(MEETING, encoded("ready"))
+        places = decoded(await self.link.receive_any(MEETING, _LIMIT))
         return _checked(places, self.ticket)
 
     def leave(self, text: str) -> None:
@@ -185,8 +185,8 @@ def _node(ticket: Ticket, record: Record, options: Options) -> Node:
 
 async def _ask(node: Node, ticket: Ticket) -> tuple[Link, str]:
     link = await node.link(ticket.key, "the first machine")
-    await link.send(_MEETING, encoded(list(node.addresses)))
-    definition = decoded(await link.receive_any(_MEETING, _LIMIT))
+    await link.send(MEETING, encoded(list(node.addresses)))
+    definition = decoded(await link.receive_any(MEETING, _LIMIT))
     if not isinstance(definition, str):
         raise BadMessage("no definition")
     return link, definition
@@ -241,11 +241,11 @@ async def _meet(node: Node, ticket: Ticket, definition: str, known: Sequence[byt
     async def admit(link: Link) -> None:
         with suppress(PeerLost):
             try:
-                addresses = tickets.addresses_of(decoded(await link.receive_any(_MEETING, _LIMIT)))
+                addresses = tickets.addresses_of(decoded(await link.receive_any(MEETING, _LIMIT)))
             except (ValueError, TypeError) as error:
                 raise link.misbehaved("it does not speak this protocol") from error
-            await link.send(_MEETING, encoded(definition))
-            await link.receive_any(_MEETING, _LIMIT)
+            await link.send(MEETING, encoded(definition))
+            await link.receive_any(MEETING, _LIMIT)
             seen = [link.address] if link.address else []
             ready[link.key] = tuple(dict.fromkeys([*seen, *addresses]))[: tickets.MOST]
             links[link.key] = link
@@ -269,7 +269,7 @@ async def _meet(node: Node, ticket: Ticket, definition: str, known: Sequence[byt
     others = list(dict.fromkeys(others))[: ticket.size - 1]
     places = [(node.key, node.addresses), *((key, ready[key]) for key in others)]
     for key in others:
-        await links[key].send(_MEETING, encoded([[key, *where] for key, where in _text(places)]))
+        await links[key].send(MEETING, encoded([[key, *where] for key, where in _text(places)]))
     return places
 
 
