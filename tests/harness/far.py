@@ -4,6 +4,7 @@ python -m tests.harness.far FOLDER RANK SIZE SECONDS BYTES OPTIONS
 """
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from powergossip.network import launch
 from powergossip.network.internet import meeting
 from powergossip.network.internet.processes import InternetProcesses
+from powergossip.network.internet.tickets import Record, Ticket
 
 
 def main() -> None:
@@ -22,7 +24,9 @@ def main() -> None:
     ticket = folder / "ticket"
     began = time.monotonic()
     if rank == 0:
-        host = meeting.Host(*meeting._new(size, options), options, "")
+        key, secret = os.urandom(32), os.urandom(32)
+        new = Ticket("of-tests", meeting.public(key), secret, size, ())
+        host = meeting.Host(new, Record("", key.hex()), options, "")
         (folder / "draft").write_text(str(host.ticket))
         (folder / "draft").rename(ticket)
         met = *host.meet(), host.ticket.name

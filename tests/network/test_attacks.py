@@ -382,3 +382,8 @@ def test_members_that_do_not_speak_the_protocol_take_no_place(
     assert [line.partition("is rejected: ")[2] for line in lines] == [
         "it does not speak this protocol"
     ] * 2
+
+
+def test_a_relay_that_is_no_address() -> None:
+    with pytest.raises(BadInput, match="relay=https://x y: use n0, or the URL of a relay"):
+        Node(SECRET, os.urandom(32), 0, "https://x y")

@@ -298,7 +298,10 @@ class Node:
                 builder.apply_n0()
             else:
                 builder.apply_minimal()
-                own = mode.custom_from_urls([self._relay]) if self._relay else mode.disabled()
+                try:
+                    own = mode.custom_from_urls([self._relay]) if self._relay else mode.disabled()
+                except self._iroh.IrohError as error:
+                    raise BadInput(f"relay={self._relay}: use n0, or the URL of a relay") from error
                 builder.relay_mode(own)
             builder.secret_key(key)
             builder.alpns([self.protocol])
