@@ -153,7 +153,8 @@ def surviving(*arguments: Any, code: int = 0, size: int = 4) -> tuple[list[dict[
     assert ended.returncode == code, ended.stdout + ended.stderr
     # Open MPI's event loop may warn of a socket of a process that was killed.
     errors = re.sub(r"^\[warn\] Epoll .*\n", "", ended.stderr, flags=re.MULTILINE)
-    return [json.loads(line) for line in ended.stdout.splitlines()], errors
+    rows = [line for line in ended.stdout.splitlines() if line.startswith("{")]
+    return [json.loads(row) for row in rows], errors
 
 
 # 24: processes 0 and 1 end, with messages of 3 MB
