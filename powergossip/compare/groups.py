@@ -23,6 +23,8 @@ WITHOUT_EFFECT = {
     "spectrum_logging_epochs",
     "spectrum_logging_params",
     "spectrum_logging_worker_pairs",
+    "ticket",
+    "ticket_options",
 }
 OPTIONS = ("optimizer_", "compression_", "hyperparameter_", "theta_", "moniqua_")  # of one method
 LONGEST_LABEL = 60  # characters

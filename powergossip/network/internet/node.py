@@ -352,7 +352,8 @@ class Node:
             for link in self._links.values():
                 if link.done() and not link.cancelled() and not link.exception():
                     link.result().close(ENDED, text)
-            await self.endpoint.close()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self.endpoint.close(), seconds)
             tasks = asyncio.all_tasks() - {asyncio.current_task()}
             for task in tasks:  # the library must not call Python when that has ended
                 task.cancel()
@@ -361,7 +362,7 @@ class Node:
         if self.is_closed:
             return
         with suppress(Exception):
-            self.wait(close(), seconds)
+            self.wait(close(), seconds + _HANDSHAKE)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(seconds)
         atexit.unregister(self.close)
