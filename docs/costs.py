@@ -88,7 +88,7 @@ def _bytes(build: Build, layout: Layout) -> float:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(WORKERS, layout.size, generator=generator)
     step = build(network, layout)
-    for _ in range(STEPS):  # messages of few bits begin with whole ones
+    for _ in range(2 * STEPS):  # messages of few bits begin with whole ones
         network.run(step(x))
     before = int(network.bits[0])
     for _ in range(STEPS):

@@ -24,8 +24,8 @@ passes the target. Where the workers' models differ, it includes a merge, one al
 - The task fixes data, model, steps and batches. A method tries at most 8 settings, on held-out
   data, in the tier `full`. A record is a file of results: source, settings and all evaluations.
   `powergossip-benchmark check` passes, also with a repetition.
-- The targets are near the end of central training (`mean-gradient`: 90.5 %, 2.26 bits per byte),
-  and methods with compressed messages pass them.
+- Central training (`mean-gradient`) ends at 90.5 % and 2.26 bits per byte. The targets are such
+  that methods with compressed messages pass them.
 
 ```
 powergossip-benchmark run my_method.py

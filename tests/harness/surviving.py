@@ -92,7 +92,7 @@ def kills(seed: int) -> None:
     victims = draw.sample(range(SIZE), draw.choice([1, 2]))
     times = {victim: draw.uniform(0.0, 0.6) for victim in victims}
     elements = draw.choice([10, 30_000, 3_000_000])
-    links = linked(20 if hosts > 0 else 2)
+    links = linked(20 if hosts > 0 else 4)
     if links.process in times:
         die_after(times[links.process])
     chatter = Chatter(links, elements)

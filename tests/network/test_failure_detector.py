@@ -32,6 +32,8 @@ TIMEOUT = 8.0
 class Wire:
     """Messages that the test puts in, and those that were sent."""
 
+    transport, has_own_files = "mpi", False
+
     def __init__(self, own: int = 0) -> None:
         self.own = own
         self.lost: set[int] = set()
@@ -263,7 +265,7 @@ class Heartbeats(Wire):
 @pytest.fixture
 def heartbeats(monkeypatch: pytest.MonkeyPatch) -> Heartbeats:
     found = Heartbeats()
-    monkeypatch.setattr("powergossip.network.resilient.heartbeats.Wire", lambda *_: found)
+    monkeypatch.setattr("powergossip.network.resilient.heartbeats.MPIWire", lambda *_: found)
     return found
 
 

@@ -159,7 +159,7 @@ def surviving(*arguments: Any, code: int = 0, size: int = 4) -> tuple[list[dict[
 
 # 24: processes 0 and 1 end, with messages of 3 MB
 KILLS = [
-    pytest.param(seed, hosts, marks=() if (seed, hosts) in ((24, 1), (9, 0)) else pytest.mark.slow)
+    pytest.param(seed, hosts, marks=() if (seed, hosts) == (24, 1) else pytest.mark.slow)
     for seed in range(1, 31)
     for hosts in ((1 + seed % 3, 0) if seed in (3, 9, 15, 27) else (1 + seed % 3,))
 ]
@@ -177,7 +177,7 @@ def test_survivors_of_kills_at_random_times_agree_and_go_on(seed: int, hosts: in
         assert expected[row["rank"]] == row["process"]
         assert row["sizes"] == rows[0]["sizes"], "agreed"
         assert all(sizes == row["sizes"][0] for sizes in row["sizes"]), "agreed at every call"
-        assert max(row["detected"].values()) < 5
+        assert max(row["detected"].values()) < (5 if hosts else 15)
 
 
 @pytest.mark.parametrize("hosts", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 0))])
