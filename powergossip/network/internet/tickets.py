@@ -12,6 +12,7 @@ import ipaddress
 import json
 import os
 import re
+import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -130,12 +131,12 @@ class Record:
     def save(self, name: str) -> None:
         """Write the file, readable by its owner only. Raises BadInput."""
         path = _file(name)
-        draft = path.with_suffix(f".{os.getpid()}")
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            draft, name = tempfile.mkstemp(prefix=f"{path.stem}.", dir=path.parent)  # mode 0600
+            with open(draft, "w") as file:
                 json.dump(asdict(self), file)
-            draft.replace(path)
+            os.replace(name, path)
         except OSError as error:
             raise BadInput(f"the ticket cannot be saved: {reason(error)}") from error
 
