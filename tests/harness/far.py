@@ -1,6 +1,6 @@
-"""One of several machines that meet with a ticket and exchange messages for a while:
+"""One of several machines that meet with a ticket and exchange messages for a while.
 
-python -m tests.harness.far FOLDER RANK SIZE SECONDS BYTES OPTIONS
+Arguments: folder, rank, size, seconds, bytes, options.
 """
 
 import json
