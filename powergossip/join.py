@@ -5,7 +5,8 @@ The first machine prints a ticket and waits for the others:
     powergossip-join new --workers N [--config FILE.yaml] [key=value ...]   on the first machine
     powergossip-join TICKET [--output-dir DIR] [key=value ...]              on each of the others
 
-All other arguments are those of train.py. A machine that joins gets the settings of the run from
+All other arguments are those of train.py, such as on_worker_loss=continue and "ticket_options={port:
+41000}". A machine that joins gets the settings of the run from
 the first one and prints them. It accepts no settings that may be code or files of its own, unless
 they are given here: --allow VALUE. Keys of one machine such as device and data_dir are its own.
 
@@ -22,12 +23,13 @@ one without a network, does so by itself: for an hour, it looks for the others.
 
 import argparse
 import os
+import re
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from powergossip import exits
+from powergossip import exits, launcher
 from powergossip.errors import BadInput, Dropped, PeerLost, Stopped
 from powergossip.runs import configuration
 
@@ -37,9 +39,11 @@ _LONGEST = 3600.0  # seconds for which a machine that was silent looks for the o
 def main(arguments: Sequence[str] | None = None) -> Path:
     """Run with these arguments. Returns the folder of the run on this machine."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    if not given or given[0] in ("-h", "--help"):
+    if not given or {"-h", "--help"} & set(given):
         print(__doc__)
         sys.exit(0)
+    if launcher.has_started_this():
+        raise BadInput("powergossip-join: start it once on each machine, without mpirun")
     ticket, rest = given[0], given[1:]
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--workers")
@@ -54,7 +58,12 @@ def main(arguments: Sequence[str] | None = None) -> Path:
         raise BadInput("new: use --workers N, the number of machines, with it")
     options.own = rest
     rest = [*rest, f"ticket={ticket}"]
-    rest += [f"n_workers={options.workers}"] if options.workers is not None else []
+    if options.workers is not None:
+        if not re.fullmatch("[0-9]{1,4}", options.workers) or int(options.workers) < 2:
+            raise BadInput(f"--workers {options.workers}: use at least 2, one for each machine")
+        if any(word.startswith("n_workers=") for word in rest):
+            raise BadInput("n_workers: leave it out; --workers is the number of machines")
+        rest.append(f"n_workers={options.workers}")
 
     import train
 

@@ -222,7 +222,9 @@ def _by_ticket(
     given = meeting.Options.of(options)
     node, keys, known = meeting.connect(ticket, size, given, definition)
     kind = Machines if node.is_away else InternetProcesses
-    return kind(node, keys, known.name)
+    found = kind(node, keys, known.name)
+    print(f"this machine is process {found.rank} of {found.size}", flush=True)
+    return found
 
 
 def _check_launch(backend: str) -> None:

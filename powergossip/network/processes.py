@@ -114,6 +114,14 @@ class Processes:
         self.threads = len(cores())
         self._tags = 0
 
+    @classmethod
+    def on_machines(cls, size: int) -> "Processes":
+        """The last process of a run of machines that have not met yet. It agrees with itself."""
+        planned = cls()
+        planned.transport, planned.has_own_files = "internet", True
+        planned.rank, planned.size = size - 1, size
+        return planned
+
     @property
     def index(self) -> int:
         """The index of this process, which stays the same."""

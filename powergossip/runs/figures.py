@@ -31,8 +31,10 @@ _DISTANCES = (5, 12, 20, 30, 42, 56)  # points between a name and its point
 _AROUND = [(1, 0), (-1, 0), *((right, up) for right in (1, -1, 0, 0.5, -0.5) for up in (1, -1))]
 
 
-def figure(rows: "DataFrame", path: Path | str, metric: str = "accuracy") -> None:
+def figure(rows: "DataFrame", path: Path | str, metric: str = "accuracy", sender: int = 0) -> None:
     """Draw a training run: a metric by epoch and by megabytes sent, and consensus distance.
+
+    `sender` is the worker that has sent them.
 
     The path's suffix sets the format (.png, .pdf, .svg).
 
@@ -78,7 +80,7 @@ def figure(rows: "DataFrame", path: Path | str, metric: str = "accuracy") -> Non
     _draw(
         path,
         (f"{by} epoch", "epoch", y, by_epoch),
-        (f"{by} data sent", "sent by worker 0 (MB)", y, by_size),
+        (f"{by} data sent", f"sent by worker {sender} (MB)", y, by_size),
         (title, "epoch", "consensus distance", consensus if len(distance) else None),
     )
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 
-def summary(rows: "DataFrame", time_is_virtual: bool = False) -> str:
+def summary(rows: "DataFrame", time_is_virtual: bool = False, sender: int = 0) -> str:
     """Return the table at the end of a training run as plain text: accuracy, bits, time.
 
     Each line shows the last epoch that has its rows. A line without rows is omitted. Megabytes are
@@ -20,6 +20,7 @@ def summary(rows: "DataFrame", time_is_virtual: bool = False) -> str:
     Args:
         time_is_virtual: True if the column seconds shows the virtual clock. Phases are in real
             seconds.
+        sender: Worker of the column bits: the first one of the process that writes the rows.
     """
     lines: list[tuple[str, str]] = []
 
@@ -47,7 +48,8 @@ def summary(rows: "DataFrame", time_is_virtual: bool = False) -> str:
 
     bits = rows["bits"].max()
     if bits >= 0:
-        lines.append(("sent by worker 0", f"{prefixed(bits, 'bit')} = {prefixed(bits / 8, 'B')}"))
+        shown = f"{prefixed(bits, 'bit')} = {prefixed(bits / 8, 'B')}"
+        lines.append((f"sent by worker {sender}", shown))
     plain = last_rows(rows, "uncompressed_gossip_bits")
     if len(plain) and plain["bits"].iloc[-1] > 0:
         ratio = plain["value"].iloc[-1] / plain["bits"].iloc[-1]

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from powergossip.errors import CannotWrite, Dropped, Interrupted, Stopped
+from powergossip.errors import CannotWrite, Dropped, Interrupted, PeerLost, Stopped
 from powergossip.runs import configuration, figures, metrics, output, tables
 from powergossip.runs.checkpoints import Checkpoints
 from powergossip.runs.files import FIGURE, SAMPLE
@@ -79,6 +79,9 @@ class Recorder:
             raise Interrupted(f"{error}; resume with: {command}", error.signal) from None
         except BaseException as error:
             ending = type(error).__name__
+            if isinstance(error, PeerLost) and trainer.processes.has_own_files:
+                command = self._run.command(self._program, self.folder)
+                raise PeerLost(f"{error}; resume on all machines, here with: {command}") from None
             raise
         finally:
             trainer.close()
@@ -122,7 +125,8 @@ class Recorder:
         """Draw the figure and print the table, in the process that writes. The run is complete."""
         if self.output is not None:
             c, virtual = trainer.config, trainer.execution.time_is_virtual
-            report(self.folder, c.log_verbosity, trainer.metric, virtual)
+            sender = trainer.network.workers[0]
+            report(self.folder, c.log_verbosity, trainer.metric, virtual, sender)
             _show_sample(trainer, self.folder / SAMPLE)
             _show_defect(trainer)
             if trainer.processes.can_be_lost:
@@ -153,7 +157,7 @@ def _print_start(trainer: Trainer, resumed: Path | None) -> None:
             print(trainer.hint)
 
 
-def report(folder: Path, verbosity: int, metric: str, time_is_virtual: bool = False) -> None:
+def report(folder: Path, verbosity: int, metric: str, time_is_virtual: bool, sender: int) -> None:
     """Draw the figure and print the table, unless a driver's log_metric has the rows."""
     try:
         rows = metrics.load(folder)
@@ -165,10 +169,10 @@ def report(folder: Path, verbosity: int, metric: str, time_is_virtual: bool = Fa
         return
     figure = folder / FIGURE
     try:
-        figures.figure(rows, figure, metric)
+        figures.figure(rows, figure, metric, sender)
     except OSError as error:
         raise CannotWrite(f"{figure}: {error.strerror or error}; rows are kept") from error
-    table = tables.summary(rows, time_is_virtual)
+    table = tables.summary(rows, time_is_virtual, sender)
     print(f"\n{table}\n\nrows: {folder / metrics.FILE}\nfigure: {figure}")
 
 

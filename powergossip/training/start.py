@@ -6,12 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from powergossip.network import Processes, launch, processes
+from powergossip.runs.clock import Clock
 from powergossip.runs.configuration import Request
 from powergossip.runs.metrics import Hooks
 from powergossip.runs.output import run_to_resume
 from powergossip.training.config import Settings
 from powergossip.training.config_checks import checked
+from powergossip.training.construction import make_network
 from powergossip.training.definition import definition
+from powergossip.training.methods import check_method
 from powergossip.training.trainer import Trainer
 
 OF_FOLDERS = (
@@ -62,6 +65,11 @@ def begin(request: Request) -> NewRun:
         BadInput: In all processes, for a request that cannot be carried out.
     """
     asked, name = request.config, request.folder
+    if asked.ticket == "new":  # before other machines are asked to join
+        planned = Processes.on_machines(asked.n_workers or 1)
+        with planned.agreed():
+            c = checked(asked, planned, request.explicit)
+            check_method(c, make_network(c, planned, Clock()))
     found = processes(
         asked.distributed_backend,
         asked.distributed_init_file,

@@ -208,7 +208,7 @@ def test_a_figure_on_a_full_disk_is_a_sentence(tmp_path: Path) -> None:
     (tmp_path / FILE).write_text(json.dumps(row | {"split": "test_avg"}) + "\n")
     (tmp_path / FIGURE).symlink_to("/dev/full")
     with pytest.raises(CannotWrite, match=FIGURE):
-        recorder.report(tmp_path, 0, "accuracy")
+        recorder.report(tmp_path, 0, "accuracy", False, 0)
 
 
 def failing(number: int) -> Mock:

@@ -173,18 +173,23 @@ def connect(
     if asked is None:
         return *Host(ticket, record, options, definition).meet(), ticket
     asked.node.definition = definition
-    if asked.goes_on:
+    try:
         _check_same(ticket.name, json.loads(asked.definition), json.loads(definition))
+    except BadInput:
+        asked.leave("its settings differ")
+        raise
     return *asked.enter(), ticket
 
 
 def _check_same(name: str, theirs: dict[str, Any], own: dict[str, Any]) -> None:
-    """Raise BadInput unless the settings of a run that goes on are those of this machine."""
-    for key, value in theirs.items():  # own ones may have resolved values of a folder, too
-        if key != "resume" and own.get(key) != value:
+    """Raise BadInput unless this machine's settings are those of the first machine."""
+    resumes = "resume" in own  # then own ones may have resolved values of a folder, too
+    for key in theirs if resumes else sorted({*theirs, *own}):
+        if key != "resume" and own.get(key) != theirs.get(key):
+            accepted = f"use {theirs[key]}" if key in theirs else "leave it out"
             raise BadInput(
-                f"{key}={own.get(key)}: use {value}, as the run {name} has it that goes "
-                "on, or powergossip-join, which takes its settings"
+                f"{key}={own.get(key)}: {accepted}, as the first machine of {name} does; "
+                "powergossip-join without the key takes the settings of the run"
             )
 
 
@@ -222,6 +227,7 @@ def public(key: bytes) -> bytes:
 def _node(ticket: Ticket, record: Record, options: Options) -> Node:
     if record.key in _idle:
         return _idle.pop(record.key)
+    tickets.hold(ticket.name)
     port = options.port or record.port
     return Node(ticket.secret, bytes.fromhex(record.key), port, ticket.relay, options.addresses)
 
@@ -294,12 +300,14 @@ class Host:
     def meet(self) -> tuple[Node, list[bytes]]:
         """Wait for the other machines. Returns the keys of all, by process."""
         known = [bytes.fromhex(key) for key in self._record.members]
+        words = str(self.ticket)
         if known:
             self._node.members = set(known)
+            words = f"{self.ticket.name} --output-dir DIR resume=true"
         print(
             f"{self.ticket.name}: start this command on "
             f"{counted(self.ticket.size - 1, 'other machine')}\n\n"
-            f"  powergossip-join {self.ticket}\n",
+            f"  powergossip-join {words}\n",
             flush=True,
         )
         try:

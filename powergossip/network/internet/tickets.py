@@ -7,6 +7,7 @@ it. A machine that starts again has the same key, hence the same workers.
 """
 
 import base64
+import fcntl
 import hashlib
 import ipaddress
 import json
@@ -16,7 +17,7 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from powergossip.errors import BadInput, reason
 from powergossip.network.internet.handshake import LENGTH
@@ -28,6 +29,7 @@ MOST = 16  # addresses of a machine
 N0 = "n0"
 
 Place = tuple[bytes, tuple[str, ...]]  # public key and addresses of a machine
+_held: dict[Path, IO[str]] = {}  # locks of this process, by their files
 
 
 @dataclass(frozen=True)
@@ -153,6 +155,23 @@ def saved(name: str) -> Record | None:
         return None
     except (OSError, ValueError, TypeError) as error:
         raise BadInput(f"{path} is damaged; remove it, and ask for a new ticket") from error
+
+
+def hold(name: str) -> None:
+    """Take part in a run until this process ends. Raises BadInput if another one does."""
+    path = _file(name).with_suffix(".lock")
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if path not in _held:
+            _held[path] = open(path, "w")  # noqa: SIM115 closed with the process
+        fcntl.lockf(_held[path], fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise BadInput(
+            f"{name}: another process of this machine takes part in it; end that one first, or set "
+            "XDG_STATE_HOME to a folder of its own for this one"
+        ) from error
+    except OSError as error:
+        raise BadInput(f"the ticket cannot be saved: {reason(error)}") from error
 
 
 def _file(name: str) -> Path:
