@@ -5,10 +5,10 @@ The first machine prints a ticket and waits for the others:
     powergossip-join new --workers N [--config FILE.yaml] [key=value ...]   on the first machine
     powergossip-join TICKET [--output-dir DIR] [key=value ...]              on each of the others
 
-All other arguments are those of train.py, such as on_worker_loss=continue and "ticket_options={port:
-41000}". A machine that joins gets the settings of the run from
-the first one and prints them. It accepts no settings that may be code or files of its own, unless
-they are given here: --allow VALUE. Keys of one machine such as device and data_dir are its own.
+All other arguments are those of train.py, such as on_worker_loss=continue on the first machine, and
+"ticket_options={port: 41000}" on any. A machine that joins gets the settings of the run from the
+first one and prints them. It accepts no settings that may be code or files of its own, unless they
+are given here: --allow VALUE. Keys of one machine such as device and data_dir are its own.
 
 Each machine has all rows of the run in its own output folder, and the checkpoints of its own
 worker. After an interruption, every machine starts again with the name of the run, its folder and

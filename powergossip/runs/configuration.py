@@ -384,8 +384,6 @@ def _argument_assignment(text: str) -> _Assignment:
     key, equals, value = text.partition("=")
     if not equals or not key:
         raise BadInput(f'"{text}" is not an assignment; use key=value')
-    if not value:
-        raise BadInput(f"{key}= has no value; use null for none, or '' for an empty text")
     try:
         return _Assignment(key, reading.value(value), COMMAND_LINE)
     except reading.Unreadable as error:

@@ -5,6 +5,7 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
+from powergossip.errors import BadInput
 from powergossip.network import Processes, launch, processes
 from powergossip.runs.clock import Clock
 from powergossip.runs.configuration import Request
@@ -65,6 +66,8 @@ def begin(request: Request) -> NewRun:
         BadInput: In all processes, for a request that cannot be carried out.
     """
     asked, name = request.config, request.folder
+    if asked.ticket is None and "ticket" in request.explicit:
+        raise BadInput("ticket= is empty; use new, a ticket, or the name of a run, or leave it out")
     if asked.ticket == "new":  # before other machines are asked to join
         planned = Processes.on_machines(asked.n_workers or 1)
         with planned.agreed():
