@@ -42,8 +42,6 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     if not given or {"-h", "--help"} & set(given):
         print(__doc__)
         sys.exit(0)
-    if launcher.has_started_this():
-        raise BadInput("powergossip-join: start it once on each machine, without mpirun")
     ticket, rest = given[0], given[1:]
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--workers")
@@ -126,7 +124,13 @@ def _ticket_options(arguments: Sequence[str]) -> dict[str, object]:
 
 def command() -> None:
     """Run as a program; bad input is one sentence, exit code 2."""
-    configuration.run_entry_point(main)
+    configuration.run_entry_point(_alone)
+
+
+def _alone(arguments: Sequence[str]) -> Path:
+    if launcher.has_started_this():
+        raise BadInput("powergossip-join: start it once on each machine, without mpirun")
+    return main(arguments)
 
 
 if __name__ == "__main__":

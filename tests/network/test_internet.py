@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from powergossip import join
 from powergossip.errors import BadInput, PeerLost
 from powergossip.runs import metrics
 from powergossip.training.definition import settings
 
 pytest.importorskip("iroh")
 
-from powergossip.network.internet import binding, codec, handshake, node, tickets
+from powergossip.network.internet import binding, codec, handshake, meeting, node, tickets
 from powergossip.network.internet.node import Link, Node
 from powergossip.network.internet.processes import InternetProcesses
 from tests.harness import internet
@@ -295,3 +297,50 @@ def test_two_machines_train_stop_and_resume(tmp_path: Path) -> None:
     text = record()["ticket"]
     files = (file for file in tmp_path.glob("run*/**/*") if file.is_file())
     assert not any(text.encode() in file.read_bytes() for file in files)
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ("--workers 3 topology=hypercube", "power of two"),
+        ("--workers 2 optimizer=choco learning=k-gt", "biased compressor"),
+        ("--workers 2 n_workers=4", "n_workers: leave it out"),
+        ("--workers 1", "use at least 2"),
+        ("--workers 2 ticket=", "new, a ticket"),
+    ],
+)
+def test_settings_are_checked_before_a_ticket_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, sentence: str
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    with pytest.raises(BadInput, match=sentence):
+        join.main(["new", *given.split(), "task=Digits"])
+    assert not list(tmp_path.rglob("*.json"))
+
+
+def test_one_process_of_a_machine_takes_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    tickets.hold("run-a")
+    tickets.hold("run-a")
+    other = "from powergossip.network.internet import tickets; tickets.hold({!r})"
+    assert "another process" in python("-c", other.format("run-a")).stderr
+    assert python("-c", other.format("run-b")).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("own", "sentence"),
+    [
+        ({"n_workers": 2, "num_epochs": 5}, r"num_epochs=5: use 1"),
+        ({"n_workers": 2}, r"num_epochs=None: use 1"),
+        ({"n_workers": 2, "num_epochs": 1, "seed": 3}, r"seed=3: leave it out"),
+        ({"n_workers": 2, "num_epochs": 1, "seed": 3, "resume": True}, None),
+    ],
+)
+def test_a_machine_with_other_settings_is_turned_away(
+    own: dict[str, Any], sentence: str | None
+) -> None:
+    theirs = {"n_workers": 2, "num_epochs": 1}
+    with pytest.raises(BadInput, match=sentence) if sentence else nullcontext():
+        meeting._check_same("run-a", theirs, own)
