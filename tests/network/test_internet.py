@@ -306,7 +306,6 @@ def test_two_machines_train_stop_and_resume(tmp_path: Path) -> None:
         ("--workers 2 optimizer=choco learning=k-gt", "biased compressor"),
         ("--workers 2 n_workers=4", "n_workers: leave it out"),
         ("--workers 1", "use at least 2"),
-        ("--workers 2 ticket=", "new, a ticket"),
     ],
 )
 def test_settings_are_checked_before_a_ticket_is_printed(
