@@ -1,17 +1,21 @@
 """A method on a graph, for your own training loop."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from powergossip import algorithms, checks, options, randomness, topologies
 from powergossip.algorithms import learning as learning_rules
+from powergossip.algorithms import trials
 from powergossip.algorithms.averaging import Averaging
 from powergossip.algorithms.method import Method, import_rows, parameters, rule_options
 from powergossip.network import Network, Processes
 from powergossip.parameters import Layout
+from powergossip.topologies import Topology
 
 
 @dataclass(frozen=True, repr=False)
@@ -85,9 +89,21 @@ class GossipMethod(Method):
         self, processes: Processes, device: torch.device, dtype: torch.dtype = torch.float32
     ) -> Network:
         """One worker in each process, with x of this dtype."""
-        options = self.topology_options
-        topology = topologies.make(self.topology, processes.size, seed=self.seed, options=options)
+        make = partial(
+            topologies.make, self.topology, seed=self.seed, options=self.topology_options
+        )
+        topology = make(processes.size)
+        self._try(topology, make)
         return Network(topology, processes, device, dtype=dtype)
+
+    def _try(self, topology: Topology, make: Callable[[int], Topology]) -> None:
+        """Trial steps of the user's averaging rule and compressor. A single worker has none: they
+        have two then. Raises ValueError."""
+        trials.try_compressor(self.options)
+        if trials.are_needed(self.averaging, self.options):
+            with suppress(ValueError):  # a graph of one worker only
+                topology = make(2) if topology.n_workers == 1 else topology
+            trials.try_averaging(f"method={self.averaging}", topology, self.averaging_rule)
 
     def build(self, network: Network, layout: Layout, part: int) -> Averaging:
         """The averaging rule for the parameters of a part, with its own random streams."""
