@@ -101,7 +101,8 @@ def side_by_side(
             not NaN gives a band.
         y: Label of the metric.
         step: Unit of the column `epoch`.
-        ending: Labels that end like this have a cross at their last point.
+        ending: Labels that end like this have a cross at their last finite value, or where there
+            is none on the left edge.
 
     Raises:
         ValueError: If there is nothing to draw.
@@ -117,8 +118,13 @@ def side_by_side(
             _plot(axes, x, mean, i, label)
             if label.endswith(ending):
                 name = "_" if len(x) else _name(label)  # without points a cross in the legend
-                color, at = line_style(i)[0], (x.tail(1), mean.tail(1))
-                axes.plot(*at, color=color, marker="x", linestyle="", markersize=9, label=name)
+                cross: Any = {"color": line_style(i)[0], "marker": "x", "linestyle": ""}
+                cross |= {"markersize": 9, "label": name, "clip_on": False}
+                last = mean[mean.abs() < math.inf].tail(1)
+                if len(last):
+                    axes.plot(x[last.index], last, **cross)
+                else:
+                    axes.plot(0, 0.05 * (1 + i % 19), transform=axes.transAxes, **cross)
             if len(band) > 1 and deviation.notna().any():
                 color = line_style(i)[0]
                 low, high = mean - deviation, mean + deviation
