@@ -100,30 +100,26 @@ def try_compressor(given: Mapping[str, Any]) -> None:
     if options.are_of_library(COMPRESSORS.get(name)):
         return
     with one_sentence(f"compressor={name}"):
-        _try_compressor(name, given)
-
-
-def _try_compressor(name: str, given: Mapping[str, Any]) -> None:
-    known = options.defaults(COMPRESSORS[name])
-    own = {key: given[key] for key in known if given.get(key) is not None}
-    workers = torch.arange(4)
-    sender, other = (Codec(LAYOUT, compressors.make(name, **own), range(4)) for _ in range(2))
-    random = torch.Generator().manual_seed(0)
-    for step in range(MORE):
-        x = torch.randn(4, LAYOUT.size, generator=random)
-        message = sender.encode(x, step)
-        found = sender.decode(message, workers, step)
-        added = x.clone()
-        sender.add(message, workers, step, added)
-        if not _are_close([added], [x + found]):
-            raise ValueError(f"compressor={name} assigns to out in decompress; add C(v) to it")
-        with suppress(Exception):
-            if _are_close([found], [other.decode(message, workers, step)]):
-                continue
-        raise ValueError(
-            f"compressor={name} decompresses the same fields differently in another process; the "
-            "result has to depend on the fields, the options and the stream only"
-        )
+        known = options.defaults(COMPRESSORS[name])
+        own = {key: given[key] for key in known if given.get(key) is not None}
+        workers = torch.arange(4)
+        sender, other = (Codec(LAYOUT, compressors.make(name, **own), range(4)) for _ in range(2))
+        random = torch.Generator().manual_seed(0)
+        for step in range(MORE):
+            x = torch.randn(4, LAYOUT.size, generator=random)
+            message = sender.encode(x, step)
+            found = sender.decode(message, workers, step)
+            added = x.clone()
+            sender.add(message, workers, step, added)
+            if not _are_close([added], [x + found]):
+                raise ValueError(f"compressor={name} assigns to out in decompress; add C(v) to it")
+            with suppress(Exception):
+                if _are_close([found], [other.decode(message, workers, step)]):
+                    continue
+            raise ValueError(
+                f"compressor={name} decompresses the same fields differently in another process; "
+                "the result has to depend on the fields, the options and the stream only"
+            )
 
 
 def try_averaging(
@@ -143,10 +139,7 @@ def try_averaging(
 
 
 def try_aggregation(
-    name: str,
-    topology: Topology,
-    learning_rate: float,
-    make: Callable[[Network, Layout], Aggregation],
+    name: str, topology: Topology, rate: float, make: Callable[[Network, Layout], Aggregation]
 ) -> None:
     """The same for an aggregation, which fills the mean, with equal rows for all workers."""
 
@@ -155,7 +148,7 @@ def try_aggregation(
 
         def step(new: Tensor) -> None:
             rule.at_epoch(0.0)
-            rule.at_learning_rate(learning_rate)
+            rule.at_learning_rate(rate)
             _run(name, network, rule.step(gradient.add_(new), mean))
 
         return (mean, gradient), (rule,), step
@@ -191,10 +184,8 @@ def try_learning(
 def _run(name: str, network: Network, conversation: Conversation) -> None:
     """Run a step. An error of its messages has the line that yields them."""
     if not isinstance(conversation, Generator):
-        raise ValueError(
-            f"{name}: step returned {type(conversation).__name__}; use a generator, a function "
-            "that yields messages"
-        )
+        kind = type(conversation).__name__
+        raise ValueError(f"{name}: step returned {kind}; use a generator, which yields messages")
     try:
         network.run(conversation)
     except (TypeError, ValueError) as error:

@@ -105,12 +105,10 @@ class Sweep:
                 )
             # With the largest rate, so that the only warning about a rate comes before the run.
             largest = max(settings, key=lambda setting: setting["diffusion_rate"])
-            as_configured: dict[str, Any] = (
-                {"diffusion_rate": AUTO} if self.config.diffusion_rate == AUTO else {}
-            )
+            rate: Any = {"diffusion_rate": AUTO} if self.config.diffusion_rate == AUTO else {}
             try:
                 with one_sentence("its constructor"):
-                    make: Any = partial(self.averaging, name, [largest], **as_configured)
+                    make: Any = partial(self.averaging, name, [largest], **rate)
                     make(network, Layout([(2, 2)]))
             except ValueError as error:
                 raise ValueError(f"algorithm={name}: {error}") from error

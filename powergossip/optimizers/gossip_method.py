@@ -1,6 +1,6 @@
 """A method on a graph, for your own training loop."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +15,6 @@ from powergossip.algorithms.averaging import Averaging
 from powergossip.algorithms.method import Method, import_rows, parameters, rule_options
 from powergossip.network import Network, Processes
 from powergossip.parameters import Layout
-from powergossip.topologies import Topology
 
 
 @dataclass(frozen=True, repr=False)
@@ -88,22 +87,20 @@ class GossipMethod(Method):
     def network(
         self, processes: Processes, device: torch.device, dtype: torch.dtype = torch.float32
     ) -> Network:
-        """One worker in each process, with x of this dtype."""
-        make = partial(
-            topologies.make, self.topology, seed=self.seed, options=self.topology_options
-        )
-        topology = make(processes.size)
-        self._try(topology, make)
-        return Network(topology, processes, device, dtype=dtype)
+        """One worker in each process, with x of this dtype.
 
-    def _try(self, topology: Topology, make: Callable[[int], Topology]) -> None:
-        """Trial steps of the user's averaging rule and compressor. A single worker has none: they
-        have two then. Raises ValueError."""
+        Raises ValueError, also if the user's averaging rule or compressor fails in trial steps.
+        """
+        options, name = self.topology_options, self.averaging
+        make = partial(topologies.make, self.topology, seed=self.seed, options=options)
+        tried = topology = make(processes.size)
         trials.try_compressor(self.options)
-        if trials.are_needed(self.averaging, self.options):
+        if trials.are_needed(name, self.options):
             with suppress(ValueError):  # a graph of one worker only
-                topology = make(2) if topology.n_workers == 1 else topology
-            trials.try_averaging(f"method={self.averaging}", topology, self.averaging_rule)
+                tried = make(max(2, processes.size))
+            if tried.n_workers > 1:
+                trials.try_averaging(f"method={name}", tried, self.averaging_rule)
+        return Network(topology, processes, device, dtype=dtype)
 
     def build(self, network: Network, layout: Layout, part: int) -> Averaging:
         """The averaging rule for the parameters of a part, with its own random streams."""

@@ -118,13 +118,11 @@ def side_by_side(
             _plot(axes, x, mean, i, label)
             if label.endswith(ending):
                 name = "_" if len(x) else _name(label)  # without points a cross in the legend
-                cross: Any = {"color": line_style(i)[0], "marker": "x", "linestyle": ""}
-                cross |= {"markersize": 9, "label": name, "clip_on": False}
+                cross: Any = {"marker": "x", "markersize": 9, "linestyle": "", "clip_on": False}
                 last = mean[mean.abs() < math.inf].tail(1)
-                if len(last):
-                    axes.plot(x[last.index], last, **cross)
-                else:
-                    axes.plot(0, 0.05 * (1 + i % 19), transform=axes.transAxes, **cross)
+                at: Any = (x[last.index], last) if len(last) else (0, 0.05 * (1 + i % 19))
+                cross["transform"] = axes.transData if len(last) else axes.transAxes
+                axes.plot(*at, color=line_style(i)[0], label=name, **cross)
             if len(band) > 1 and deviation.notna().any():
                 color = line_style(i)[0]
                 low, high = mean - deviation, mean + deviation
