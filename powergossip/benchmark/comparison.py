@@ -16,7 +16,7 @@ class Line:
     """An entry's results on a task.
 
     Attributes:
-        resolution: The difference that one test sample makes, 0 for measures without samples.
+        resolution: The difference of one test sample, at least half a unit of the last place.
     """
 
     name: str
