@@ -133,7 +133,7 @@ def main(arguments: list[str] | None = None) -> Path:
         if _output is not None:
             log_info(sweep.facts())
             if sweep.config.log_verbosity > 0:
-                print(configuration.changed(sweep.config.as_dict(), Config))
+                print(configuration.changed(sweep.config.as_dict(), Config), flush=True)
         show = comm.rank == 0 and sweep.config.log_verbosity > 0
         # Process 0 reports first. The others go on meanwhile, since it may wait for their messages.
         text, delay = "there is no checkpoint; the rows so far are kept", 0.6 * (comm.rank > 0)

@@ -241,14 +241,19 @@ def _check(options: argparse.Namespace) -> None:
     from powergossip.benchmark import submissions
 
     path, found, again = _checked(options)
-    tasks = [f"{len(of)} of {len(TASKS)} tasks in {tier}" for tier, of in found["tiers"].items()]
-    print(f"{path} is valid: {', '.join(tasks)}")
+    print(f"{path} is valid: {_tasks(found)}")
     if again:
         agreeing = len(submissions.common_tasks(found, again))
         print(f"{agreeing} of them agree with {options.folder / again['name']}.json")
 
 
 Results = Mapping[str, Any]
+
+
+def _tasks(found: Results) -> str:
+    """How many of the tasks have results."""
+    of_tiers = found["tiers"].items()
+    return ", ".join(f"{len(of)} of {len(TASKS)} tasks in {tier}" for tier, of in of_tiers)
 
 
 def _checked(options: argparse.Namespace) -> tuple[Path, Results, Results | None]:
@@ -287,9 +292,11 @@ def _submit(options: argparse.Namespace) -> None:
         raise BadInput(f"{target} has results of other code; use another NAME")
     for tier, results in found["tiers"].items():
         submissions.save(Entry(found["name"], found["source"], {}), tier, results, folder)
-    every = submissions.read_all([folder], _warn)
-    (clone / records.FILE).write_text(records.page(every))
-    print(f"written, for a pull request: {target}, {clone / records.FILE}")
+    every, page = submissions.read_all([folder], _warn), clone / records.FILE
+    before, text = page.read_text() if page.exists() else "", records.page(every)
+    page.write_text(text)
+    print(f"written, for a pull request: {target}" + f", {page}" * (text != before))
+    print(f"{target.name} has {_tasks(submissions.read(target))}")
     for name in records.TARGETS:
         print(records.sentence(TASKS[name], found["name"], every))
 

@@ -16,7 +16,7 @@ class Line:
     """An entry's results on a task.
 
     Attributes:
-        resolution: The difference that one test sample makes, 0 for measures without samples.
+        resolution: The difference of one test sample, at least half a unit of the last place.
     """
 
     name: str
@@ -134,7 +134,8 @@ def lines(
         return [], list(results)
     ((usual, _),) = Counter(found["data"] for found in current.values()).most_common(1)
     kept = {name: found for name, found in current.items() if same_data(task, found["data"], usual)}
-    resolution = 1 / task.values_of(tier).get("task_options", {}).get("test_images", math.inf)
+    of_data = 1 / task.values_of(tier).get("task_options", {}).get("test_images", math.inf)
+    resolution = max(of_data, 0.5 * 10**-task.measure.places / task.measure.factor)
     made = [Line(n, task, task.targets[tier], found, resolution) for n, found in kept.items()]
     made.sort(key=lambda line: line.quality, reverse=True)
     return made, [name for name in results if name not in kept]

@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 
 import train
 from powergossip import __version__, algorithms, options
-from powergossip.algorithms import aggregation
+from powergossip.algorithms import aggregation, trials
 from powergossip.algorithms.method import Method, import_rows, parameters
 from powergossip.atomic_files import write_atomically
 from powergossip.benchmark import data, entries, measuring
@@ -31,7 +31,6 @@ from powergossip.network import Network, Processes
 from powergossip.parameters import Layout
 from powergossip.runner.runner import circumstances
 from powergossip.runs import configuration, metrics
-from powergossip.training import trials
 from powergossip.training.config_checks import checked, shared_keys
 from powergossip.training.methods import check_method
 from powergossip.trees import sha256

@@ -78,12 +78,17 @@ def of_task(own: Line, found: Sequence[Line]) -> str:
 
 
 def _rank(own: Line, found: Sequence[Line]) -> str:
-    return f"{ordinal(1 + sum(line.quality > own.quality for line in found))} of {len(found)}"
+    first = 1 + sum(line.quality > own.quality for line in found)
+    last = sum(line.quality >= own.quality for line in found)
+    shared = f" to {ordinal(last)}" if last > first and not own.diverged else ""
+    return f"{ordinal(first)}{shared} of {len(found)}"
 
 
 def _beside(own: Line, other: Line) -> str:
     """How an entry differs from another one."""
     of, measure = pair(own, other), own.task.measure
+    if own.runs and own.last("mean") == other.last("mean"):
+        return f"equal to {other.name}, for {own.cost / other.cost:.3g} × its MB"
     if math.isnan(of.difference):  # runs diverged, or have other seeds
         how = "not comparable with" if of.verdict == "noise" else f"{of.verdict} than"
         return f"{how} {other.name}"

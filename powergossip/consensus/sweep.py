@@ -9,6 +9,7 @@ import platform
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from powergossip import algorithms, checks, compressors, kernels, topologies
+from powergossip.algorithms import trials
 from powergossip.algorithms.rates import AUTO
 from powergossip.checks import BadValue
 from powergossip.consensus.config_checks import Setting, checked, grid, num_steps
@@ -103,12 +105,16 @@ class Sweep:
                 )
             # With the largest rate, so that the only warning about a rate comes before the run.
             largest = max(settings, key=lambda setting: setting["diffusion_rate"])
-            as_configured = {"diffusion_rate": AUTO} if self.config.diffusion_rate == AUTO else {}
+            rate: Any = {"diffusion_rate": AUTO} if self.config.diffusion_rate == AUTO else {}
             try:
                 with one_sentence("its constructor"):
-                    self.averaging(name, [largest], network, Layout([(2, 2)]), **as_configured)
+                    make: Any = partial(self.averaging, name, [largest], **rate)
+                    make(network, Layout([(2, 2)]))
             except ValueError as error:
                 raise ValueError(f"algorithm={name}: {error}") from error
+            trials.try_compressor(method.options)
+            if trials.are_needed(method.averaging, method.options):
+                trials.try_averaging(f"algorithm={name}", self.topology, make)
 
     def _starting_matrices(self, matrices: Matrices) -> tuple[Tensor, Layout]:
         """[worker, D] of the hosted workers. Raises ValueError for NaN and infinity."""

@@ -83,6 +83,8 @@ def use(found: Processes) -> None:
         launcher.mark_connected(found.rank, found.size, found.local_rank, found.local_size)
         exits.end_together(found)
         kernels.agree(found)
+    else:
+        exits.end_with_sentences()
 
 
 def processes_of(group: Any = None) -> Processes:

@@ -83,6 +83,12 @@ class Averaged(Traffic):
             self.network = method.network(processes, like.device, working_dtype([like]))
         of_all = {"the method": method.facts(), "the graph": self.network.topology.fingerprint}
         check_same_everywhere(processes, of_all | {"message_dtype": message_dtype})
+        if self.n_workers == 1:
+            warnings.warn(
+                f"{owner} averages nothing in a single process; start several, such as "
+                "mpirun -np 4 python SCRIPT or torchrun --nproc-per-node 4 SCRIPT",
+                stacklevel=3,
+            )
         self.parts: list[Part] = []
         self.frozen: list[Tensor] = []
         self._places: list[tuple[weakref.ref[nn.Module], str, Tensor]] = []  # in modules, by name

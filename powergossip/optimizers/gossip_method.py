@@ -1,13 +1,16 @@
 """A method on a graph, for your own training loop."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from powergossip import algorithms, checks, options, randomness, topologies
 from powergossip.algorithms import learning as learning_rules
+from powergossip.algorithms import trials
 from powergossip.algorithms.averaging import Averaging
 from powergossip.algorithms.method import Method, import_rows, parameters, rule_options
 from powergossip.network import Network, Processes
@@ -84,9 +87,19 @@ class GossipMethod(Method):
     def network(
         self, processes: Processes, device: torch.device, dtype: torch.dtype = torch.float32
     ) -> Network:
-        """One worker in each process, with x of this dtype."""
-        options = self.topology_options
-        topology = topologies.make(self.topology, processes.size, seed=self.seed, options=options)
+        """One worker in each process, with x of this dtype.
+
+        Raises ValueError, also if the user's averaging rule or compressor fails in trial steps.
+        """
+        options, name = self.topology_options, self.averaging
+        make = partial(topologies.make, self.topology, seed=self.seed, options=options)
+        tried = topology = make(processes.size)
+        trials.try_compressor(self.options)
+        if trials.are_needed(name, self.options):
+            with suppress(ValueError):  # a graph of one worker only
+                tried = make(max(2, processes.size))
+            if tried.n_workers > 1:
+                trials.try_averaging(f"method={name}", tried, self.averaging_rule)
         return Network(topology, processes, device, dtype=dtype)
 
     def build(self, network: Network, layout: Layout, part: int) -> Averaging:

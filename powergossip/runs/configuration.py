@@ -511,6 +511,8 @@ def assign(config: DictConfig, key: str, value: Any, source: str = "") -> None:
     if kind is None or (inside and not str(kind).startswith(("list", "dict"))):
         within = [known for known in kinds if "_" in known and key.endswith(f"_{known}")]
         close = [name] if kind else within or _close(key, kinds)
+        own = f"{OPTION}{key}"
+        close += [] if kind or isinstance(_new_options(config, own), nullcontext) else [own]
         hint = f"did you mean {' or '.join(close)}?" if close else "--help lists the keys"
         if key.startswith(OPTION) and not within:
             hint += " (an option of a row of your own needs optimizer=package.module:name)"

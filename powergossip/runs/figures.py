@@ -103,7 +103,8 @@ def side_by_side(
             not NaN gives a band.
         y: Label of the metric.
         step: Unit of the column `epoch`.
-        ending: Labels that end like this have a cross at their last point.
+        ending: Labels that end like this have a cross at their last finite value, or where there
+            is none on the left edge.
 
     Raises:
         ValueError: If there is nothing to draw.
@@ -119,8 +120,11 @@ def side_by_side(
             _plot(axes, x, mean, i, label)
             if label.endswith(ending):
                 name = "_" if len(x) else _name(label)  # without points a cross in the legend
-                color, at = line_style(i)[0], (x.tail(1), mean.tail(1))
-                axes.plot(*at, color=color, marker="x", linestyle="", markersize=9, label=name)
+                cross: Any = {"marker": "x", "markersize": 9, "linestyle": "", "clip_on": False}
+                last = mean[mean.abs() < math.inf].tail(1)
+                at: Any = (x[last.index], last) if len(last) else (0, 0.05 * (1 + i % 19))
+                cross["transform"] = axes.transData if len(last) else axes.transAxes
+                axes.plot(*at, color=line_style(i)[0], label=name, **cross)
             if len(band) > 1 and deviation.notna().any():
                 color = line_style(i)[0]
                 low, high = mean - deviation, mean + deviation

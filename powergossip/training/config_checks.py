@@ -4,7 +4,6 @@ A key `optimizer_X` is the option X of the method `optimizer`. A method has the 
 (see powergossip.options), so a new option needs no line here. null stands for the default.
 """
 
-import inspect
 import math
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -346,7 +345,7 @@ def shared_keys(optimizer: str) -> dict[str, str]:
     bound = row.keywords if isinstance(row, partial) else {}
     of_script = not options.is_of_library(row.func if isinstance(row, partial) else row)
     names = ("seed",) if of_script and optimizer in algorithms.AVERAGING else OWN_KEYS
-    own = inspect.signature(row).parameters  # without a compressor's
+    own = options.parameters(row)  # without a compressor's
     return {name: OWN_KEYS[name] for name in names if name in own and name not in bound}
 
 

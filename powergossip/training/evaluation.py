@@ -21,6 +21,7 @@ from powergossip.training.merging import recalibrate
 # The kind is "batches", "squares", a split, or the tag of the mean model's rows on a split.
 Columns = dict[tuple[str, str], Tensor]
 BUFFERS = ""  # their name among "squares": no parameter has it
+DISAGREEMENT = 0.05  # difference of the mean model's accuracy from the workers' mean
 AGREEMENT = 1e-6  # consensus distance, relative to the mean model's norm, of rounding
 _AT_ONCE = 2**18  # elements of all workers whose squares are in memory
 
@@ -79,7 +80,7 @@ class Evaluation:
         batch_means = {name: gathered["batches", name].mean().item() for name in sums}
         for name, value in self._with_derived(batch_means).items():
             self._log(name, value, epoch, split="train")
-        means = self._log_workers(epoch, gathered)
+        means = of_workers = self._log_workers(epoch, gathered)
         self._log_consensus(epoch, gathered)
         batches = self._config.options.get("num_batches_per_step", 1)
         rounds = step // (self._config.local_steps * batches)
@@ -96,7 +97,8 @@ class Evaluation:
         last_means = next(iter(means.values()))
         main = self.main_metric = main_metric(self._task, last_means)
         if epoch == self._config.num_epochs:
-            self.defect = self._defect(last_means if main.name == "accuracy" else {})
+            accuracies = last_means if main.name == "accuracy" else {}
+            self.defect = self._defect(accuracies, next(iter(of_workers.values()), {}))
         if averaged:
             shown = f"mean model{_shown(main, last_means)}, "
         shown += f"consensus distance {self._consensus_distance:.2g}"
@@ -230,15 +232,20 @@ class Evaluation:
                 "consensus_distance", math.sqrt(square), epoch, type="parameter", parameter=name
             )
 
-    def _defect(self, means: Mapping[str, float]) -> str:
-        """A sentence about models that differ by more than the norm of their mean, or whose
-        accuracy is that of a guess, up to three standard deviations."""
+    def _defect(self, means: Mapping[str, float], of_workers: Mapping[str, float]) -> str:
+        """A sentence about models that differ by more than the norm of their mean, or in accuracy
+        from it, or whose accuracy is that of a guess, up to three standard deviations."""
         found, c = [], self._config
         distance, norm = self._consensus_distance, float(self.mean_model.x.norm())
         if distance > norm:
             found.append(
                 f"the workers do not agree, since the consensus distance of {distance:.3g} exceeds "
                 f"the norm of their mean model, {norm:.3g}"
+            )
+        elif means and abs(means["accuracy"] - of_workers.get("accuracy", math.nan)) > DISAGREEMENT:
+            found.append(
+                f"the workers do not agree, since their accuracies are {of_workers['accuracy']:.1%}"
+                f" on average, and their mean model's is {means['accuracy']:.1%}"
             )
         counts, samples = self._task.label_counts(), self._task.samples[self._splits()[0][0]]
         if "accuracy" in means and counts is not None:

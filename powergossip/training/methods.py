@@ -5,13 +5,12 @@ from functools import partial
 from math import ceil
 from typing import Any, NamedTuple
 
-from powergossip import algorithms, checks
-from powergossip.algorithms import aggregation, learning, torch_powersgd
+from powergossip import algorithms, checks, options
+from powergossip.algorithms import aggregation, learning, torch_powersgd, trials
 from powergossip.algorithms.method import SMALL
 from powergossip.network import Network
 from powergossip.parameters import Layout, Parameters
 from powergossip.topologies import Topology
-from powergossip.training import trials
 from powergossip.training.config import Settings
 from powergossip.training.config_checks import (
     data_differ,
@@ -49,8 +48,10 @@ def check_method(c: Settings, network: Network) -> str:
     start of the run, or nothing.
     """
     hint, overlapping = "", False
-    with one_sentence(f"compressor={c.options.get('compressor')}"):
-        trials.try_compressor(c.options)
+    trials.try_compressor(c.options)
+    is_own = trials.are_needed(c.optimizer, c.options)
+    compressor = c.options.get("compressor")
+    name = f"optimizer={c.optimizer}" + (f" with compressor={compressor}" if compressor else "")
     if c.by_edges:
         from powergossip.training import edge_options as in_edge_form
 
@@ -65,13 +66,13 @@ def check_method(c: Settings, network: Network) -> str:
         if c.overlapping is not None:
             learning.check_overlapping(c.learning, c.overlapping, c.optimizer, averaging)
         hint = _hint(c, network, averaging)
-        if trials.are_needed(c):
-            make = partial(make_averaging, c)
-            trials.try_averaging(trials.name_of(c), network.topology, make)
+        if is_own:
+            trials.try_averaging(name, network.topology, partial(make_averaging, c))
     elif c.optimizer in aggregation.AGGREGATIONS:
         owns_momentum = _make_aggregation(c, network, SMALL).owns_momentum
-        if trials.are_needed(c):
-            trials.try_aggregation(c, network.topology, partial(_make_aggregation, c))
+        if is_own:
+            make = partial(_make_aggregation, c)
+            trials.try_aggregation(name, network.topology, c.learning_rate, make)
         if owns_momentum and not learning.is_sgd(c.local_optimizer):
             raise ValueError(
                 f"local_optimizer={c.local_optimizer}: {c.optimizer} corrects the momentum of "
@@ -83,8 +84,10 @@ def check_method(c: Settings, network: Network) -> str:
     if c.overlapping is None:
         c.overlapping = overlapping
     c.method = c.method.with_learning(overlapping=c.overlapping)
-    if trials.is_needed_of_learning(c):
-        trials.try_learning(c, network.topology, partial(make_method, c, steps_per_epoch=1))
+    own_rule = not options.are_of_library(learning.LEARNING[c.learning])
+    if own_rule and not c.by_edges and c.optimizer in algorithms.AVERAGING:
+        learner = partial(make_method, c, steps_per_epoch=1)
+        trials.try_learning(f"learning={c.learning}", network.topology, c.local_steps, learner)
     return hint
 
 

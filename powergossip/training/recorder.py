@@ -148,7 +148,7 @@ def _print_start(trainer: Trainer, resumed: Path | None) -> None:
             "a larger num_epochs prolongs it"
         )
     elif settings.log_verbosity > 0:
-        print(configuration.changed(settings.as_dict(), Config))
+        print(configuration.changed(settings.as_dict(), Config), flush=True)
         if resumed is not None and not trainer.execution.is_away:
             print(f"resumed after step {trainer.step} of {trainer.total_steps}")
             if trainer.workers_before != settings.n_workers:

@@ -68,6 +68,9 @@ def test_an_entry_begins_with_its_ranks_a_verdict_and_its_setting() -> None:
     )
     assert "worse than dear" in page.text(entries, QUICK, None, "power-gossip")
     assert "1 of 3 runs diverged, 5th of 5, for 5 MB" in page.text(entries, QUICK, None, "gone")
+    entries[1] = entry_of("power-gossip", result(0.8, 0.8, 0.8, mb=20.0))
+    ties = "2nd to 3rd of 5, for 10 MB; .* 1st to 2nd of 3; equal to power-gossip, for 0.5 × its MB"
+    assert re.search(ties, " ".join(page.text(entries, QUICK, None, "mine").split()))
     entries[0] = entry_of("mine", result(0.8, diverged=[1]))
     assert "1 of 1 run diverged, 4th of 5; worse" in page.text(entries, QUICK, None, "mine")
 

@@ -63,9 +63,12 @@ def test_the_files_of_a_pull_request(
     command_line.main(["submit", "mine", "--output", "clone"])
     said = capsys.readouterr().out
     assert "fashion_mnist_sorted, 88 %: 1st of 2, for 4 MB\ntext_same, 2.8 bits" in said
+    assert f"mine.json, clone/{records.FILE}\nmine.json has 1 of 9 tasks in quick, 1 of 9" in said
     assert (folder / "mine.json").read_bytes() == saved
     assert (folder / "other.json").read_bytes() == other
     page = (tmp_path / "clone" / records.FILE).read_text()
+    command_line.main(["submit", "mine", "--output", "clone"])
+    assert "mine.json\n" in capsys.readouterr().out.splitlines(keepends=True)[0]
     assert page.index("| 1 | **4** | mine |") < page.index("| 2 | **8** | other |")
 
     save("mine", "new code", 2.0, command_line.OUTPUT)

@@ -271,6 +271,18 @@ def test_figures_are_files_and_do_without_some_rows(
     assert len({figures.line_style(index) for index in range(36)}) == 36
 
 
+def test_a_diverged_run_has_a_cross(tmp_path: Path, drawn: list[Figure]) -> None:
+    """At its last finite value. Without one it is on the left edge."""
+    columns = ("epoch", "megabytes", "seconds", "mean", "deviation")
+    band = pd.DataFrame({column: [1.0, 2.0, 3.0] for column in columns})
+    bands = {"a!": band.assign(mean=[1.0, 0.5, math.nan]), "b!": band[:0]}
+    figures.side_by_side(bands, tmp_path / "x.png", "y", ending="!")
+    for axes in drawn[0].axes:
+        first, second = (line for line in axes.lines if line.get_marker() == "x")
+        assert (x(first).tolist(), first.get_transform()) == ([2.0], axes.transData)
+        assert (x(second).tolist(), second.get_transform()) == ([0.0], axes.transAxes)
+
+
 def test_labels_of_axes_are_within_the_figure(tmp_path: Path, drawn: list[Figure]) -> None:
     columns = ("epoch", "megabytes", "seconds", "mean", "deviation")
     band = pd.DataFrame({column: [1.0, 2.0] for column in columns})

@@ -96,6 +96,16 @@ class Damped(GossipRule):
         self._x.add_(u, alpha=0.5)
 
 
+class Silent(Own):
+    def step(self, x):
+        return x
+
+
+class Bare(Own):
+    def step(self, x):
+        yield x
+
+
 def wheel(n_workers, seed):
     return topologies.undirected("wheel", nx.wheel_graph(n_workers))
 
@@ -183,6 +193,8 @@ def test_a_run_of_one_process_goes_on_in_two(module: Callable[..., str], tmp_pat
         ("optimizer=rows:Own optimizer_weight=a", "optimizer_weight='?a'?: use a number"),
         ("optimizer=rows:Fails", "trial step .*rows.py, line 31: ValueError: no step"),
         ("optimizer=rows:Unfinished", "rows.py, line 36: AttributeError: .*weightings"),
+        ("optimizer=rows:wheel", "optimizer=rows:wheel fails in rows.py, line 8.: TypeError"),
+        ("optimizer=rows:Own weight=1", "did you mean .* or optimizer_weight\\?"),
     ],
 )
 def test_a_wrong_row_is_one_sentence(module: Callable[..., str], keys: str, told: str) -> None:
@@ -209,10 +221,33 @@ def test_gossip_runs_named_rows(module: Callable[..., str]) -> None:
         gossip_run.main([*keys, f"algorithm={name}:Half"])
 
 
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        ("Silent", "=rows:Silent: step returned Tensor; use a generator"),
+        ("Bare", "=rows:Bare, in a trial .*rows.py, line 79: TypeError: a step yielded Tensor"),
+        ("Fails", "=rows:Fails, in a trial .*rows.py, line 31: ValueError: no step"),
+    ],
+)
+def test_a_broken_rule_is_one_sentence_everywhere(
+    module: Callable[..., str], row: str, told: str
+) -> None:
+    """For an optimizer also in one process, where the rule has nothing to do."""
+    name = f"{module('rows')}:{row}"
+    with pytest.raises(BadInput, match=f"optimizer{told}"):
+        train.main([*TINY, f"optimizer={name}"])
+    with pytest.raises(BadInput, match=f"algorithm{told}"):
+        gossip_run.main(["n_workers=4", f"algorithm={name}"])
+    local = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1)
+    with pytest.raises(BadInput, match=f"method{told}"):
+        GossipOptimizer(local, name)
+
+
 def test_optimizers_and_the_benchmark_have_named_rows(module: Callable[..., str]) -> None:
     name = module("rows_of_loops")
     local = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1)
-    method = GossipOptimizer(local, f"{name}:Own", weight=0.3).method
+    with pytest.warns(UserWarning, match="averages nothing in a single process"):
+        method = GossipOptimizer(local, f"{name}:Own", weight=0.3).method
     assert (method.averaging, method.options) == (f"{name}:Own", {"weight": 0.3})
     setting = {"optimizer": f"{name}:Own", "optimizer_weight": 0.3, "topology": f"{name}:wheel"}
     for task in ("consensus_random", "fashion_mnist_same"):

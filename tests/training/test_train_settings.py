@@ -163,6 +163,7 @@ def test_nothing_to_compress_or_to_exchange_gives_a_warning(
         # Plain gossip diverges above 1.5 on a ring of 4.
         ({"optimizer_diffusion_rate": 2.0}, ["workers do not agree", "diffusion_rate"]),
         ({"learning_rate": 1e-9}, ["no better than a guess", "% of the"]),
+        ({"learning_rate": 0.3, "use_decentralized_data": True}, ["do not agree, since their acc"]),
     ],
 )
 def test_a_run_that_has_failed_has_a_sentence_at_its_end(

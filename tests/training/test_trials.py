@@ -13,14 +13,13 @@ from torch import Tensor
 
 import train
 from powergossip import compressors, options
-from powergossip.algorithms import AVERAGING, learning
+from powergossip.algorithms import AVERAGING, learning, trials
 from powergossip.algorithms.aggregation import AGGREGATIONS, Aggregation
 from powergossip.algorithms.learning import LEARNING, GossipRule, Kind, Variable
 from powergossip.compressors import COMPRESSORS
 from powergossip.network import Gather, Mean, Network, Processes, ToAll
 from powergossip.runs import configuration
 from powergossip.topologies import make
-from powergossip.training import trials
 from powergossip.training.config import Settings
 from powergossip.training.config_checks import checked
 from powergossip.training.methods import check_method
@@ -162,7 +161,7 @@ AVERAGES = [
         (lambda self, x: (yield x), "yielded Tensor; use ToAll, ToEach, Mean or Gather"),
         (lambda self, x: (yield ToAll(x[0])), r"ToAll of a tensor \(1024,\): use one of shape"),
         (lambda self, x: (yield Mean(x[0])), r"Mean of a tensor \(1024,\): use one of shape"),
-        (lambda self, x: x.mul_(0.5), "a step returned Tensor; use a generator"),
+        (lambda self, x: x.mul_(0.5), "optimizer=mine: step returned Tensor; use a generator"),
         (silent, "optimizer=mine sends no messages; a step yields them"),
         (lambda self, x: x.lerp_(x.roll(1, 0), 0.5) + (yield ToAll(x)).mean(1), LEAK),
         (

@@ -1,4 +1,4 @@
-"""Trial steps of the rows that a script has added, before data are loaded.
+"""Trial steps of the user's rows, before a run.
 
 A step that returns no messages, or assigns to x or the mean in place of changing them, would train
 without communication. One that reads rows of other workers would train on messages that it does not
@@ -6,7 +6,7 @@ send, as long as one process hosts them all. A state that misses something would
 checkpoint, or never.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import pairwise
@@ -15,17 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from powergossip import algorithms, compressors, options
-from powergossip.algorithms import Averaging, QuantizedMean, aggregation, learning
+from powergossip import compressors, options
+from powergossip.algorithms import aggregation, registry
 from powergossip.algorithms.aggregation import Aggregation
+from powergossip.algorithms.averaging import Averaging
 from powergossip.algorithms.error_feedback import ErrorFeedback
+from powergossip.algorithms.quantized_mean import QuantizedMean
 from powergossip.compressors import COMPRESSORS, Codec
-from powergossip.network import Network, Processes
+from powergossip.network import Conversation, Network, Processes
 from powergossip.parameters import Layout, Parameters
 from powergossip.topologies import Topology
-from powergossip.training.config import Settings
 from powergossip.trees import map_tensors
-from powergossip.user_functions import one_sentence, seeded
+from powergossip.user_functions import one_sentence, seeded, where
 
 STEPS, MORE = 8, 3  # before a state is saved, and after it at least
 MOST = 1000  # a method has to average within so many steps
@@ -81,21 +82,10 @@ class _Model(nn.Linear):
         return ["weight"]
 
 
-def are_needed(c: Settings) -> bool:
-    """True if the method or its compressor is not of the library."""
-    row = {**algorithms.AVERAGING, **aggregation.AGGREGATIONS}.get(c.optimizer)
-    return not options.are_of_library(row, COMPRESSORS.get(c.options.get("compressor", "")))
-
-
-def is_needed_of_learning(c: Settings) -> bool:
-    """True if the learning rule is not of the library and averages with all workers together."""
-    own = not options.are_of_library(learning.LEARNING[c.learning])
-    return own and not c.by_edges and c.optimizer in algorithms.AVERAGING
-
-
-def name_of(c: Settings) -> str:
-    compressor = c.options.get("compressor")
-    return f"optimizer={c.optimizer}" + (f" with compressor={compressor}" if compressor else "")
+def are_needed(name: str, given: Mapping[str, Any]) -> bool:
+    """True if the method of this name, or its compressor, is not of the library."""
+    row = {**registry.AVERAGING, **aggregation.AGGREGATIONS}.get(name)
+    return not options.are_of_library(row, COMPRESSORS.get(given.get("compressor", "")))
 
 
 def try_compressor(given: Mapping[str, Any]) -> None:
@@ -109,26 +99,27 @@ def try_compressor(given: Mapping[str, Any]) -> None:
     name = given.get("compressor", "")
     if options.are_of_library(COMPRESSORS.get(name)):
         return
-    known = options.defaults(COMPRESSORS[name])
-    own = {key: given[key] for key in known if given.get(key) is not None}
-    workers = torch.arange(4)
-    sender, other = (Codec(LAYOUT, compressors.make(name, **own), range(4)) for _ in range(2))
-    random = torch.Generator().manual_seed(0)
-    for step in range(MORE):
-        x = torch.randn(4, LAYOUT.size, generator=random)
-        message = sender.encode(x, step)
-        found = sender.decode(message, workers, step)
-        added = x.clone()
-        sender.add(message, workers, step, added)
-        if not _are_close([added], [x + found]):
-            raise ValueError(f"compressor={name} assigns to out in decompress; add C(v) to it")
-        with suppress(Exception):
-            if _are_close([found], [other.decode(message, workers, step)]):
-                continue
-        raise ValueError(
-            f"compressor={name} decompresses the same fields differently in another process; the "
-            "result has to depend on the fields, the options and the stream only"
-        )
+    with one_sentence(f"compressor={name}"):
+        known = options.defaults(COMPRESSORS[name])
+        own = {key: given[key] for key in known if given.get(key) is not None}
+        workers = torch.arange(4)
+        sender, other = (Codec(LAYOUT, compressors.make(name, **own), range(4)) for _ in range(2))
+        random = torch.Generator().manual_seed(0)
+        for step in range(MORE):
+            x = torch.randn(4, LAYOUT.size, generator=random)
+            message = sender.encode(x, step)
+            found = sender.decode(message, workers, step)
+            added = x.clone()
+            sender.add(message, workers, step, added)
+            if not _are_close([added], [x + found]):
+                raise ValueError(f"compressor={name} assigns to out in decompress; add C(v) to it")
+            with suppress(Exception):
+                if _are_close([found], [other.decode(message, workers, step)]):
+                    continue
+            raise ValueError(
+                f"compressor={name} decompresses the same fields differently in another process; "
+                "the result has to depend on the fields, the options and the stream only"
+            )
 
 
 def try_averaging(
@@ -142,13 +133,13 @@ def try_averaging(
 
     def begin(network: Network, x: Tensor) -> Begun:
         rule = make(network, LAYOUT)
-        return (x,), (rule,), lambda u: network.run(rule.step(x.add_(u)))
+        return (x,), (rule,), lambda u: _run(name, network, rule.step(x.add_(u)))
 
     _try(name, "x", topology, begin, lambda network, x: ((x,), (), x.add_))
 
 
 def try_aggregation(
-    c: Settings, topology: Topology, make: Callable[[Network, Layout], Aggregation]
+    name: str, topology: Topology, rate: float, make: Callable[[Network, Layout], Aggregation]
 ) -> None:
     """The same for an aggregation, which fills the mean, with equal rows for all workers."""
 
@@ -157,23 +148,21 @@ def try_aggregation(
 
         def step(new: Tensor) -> None:
             rule.at_epoch(0.0)
-            rule.at_learning_rate(c.learning_rate)
-            network.run(rule.step(gradient.add_(new), mean))
+            rule.at_learning_rate(rate)
+            _run(name, network, rule.step(gradient.add_(new), mean))
 
         return (mean, gradient), (rule,), step
 
     zeros = torch.zeros(topology.n_workers, LAYOUT.size)
-    mean = _try(name_of(c), "mean", topology, begin, lambda *_: ((zeros,), (), torch.clone))
+    mean = _try(name, "mean", topology, begin, lambda *_: ((zeros,), (), torch.clone))
     if not _are_close([mean], [mean[:1].expand_as(mean)]):
-        raise ValueError(
-            f"{name_of(c)} fills mean with another one for each worker; use equal rows"
-        )
+        raise ValueError(f"{name} fills mean with another one for each worker; use equal rows")
 
 
 def try_learning(
-    c: Settings, topology: Topology, make: Callable[[Network, Parameters], Any]
+    name: str, topology: Topology, local_steps: int, make: Callable[[Network, Parameters], Any]
 ) -> None:
-    """The same for a learning rule. `make` makes a `methods.Learner` with it."""
+    """The same for a learning rule. `make` makes a `Learner` of training with it."""
 
     def begin(network: Network, x: Tensor, factor: float = 1.0) -> Begun:
         parameters = Parameters([_Model(SIZE, SIZE, bias=False) for _ in network.workers])
@@ -188,8 +177,21 @@ def try_learning(
 
         return (parameters.x, parameters.grad), (method.rule, method.local), step
 
-    idle, period = partial(begin, factor=0.0), 2 * c.local_steps
-    _try(f"learning={c.learning}", "x by gradients", topology, begin, idle, period)
+    idle, period = partial(begin, factor=0.0), 2 * local_steps
+    _try(name, "x by gradients", topology, begin, idle, period)
+
+
+def _run(name: str, network: Network, conversation: Conversation) -> None:
+    """Run a step. An error of its messages has the line that yields them."""
+    if not isinstance(conversation, Generator):
+        kind = type(conversation).__name__
+        raise ValueError(f"{name}: step returned {kind}; use a generator, which yields messages")
+    try:
+        network.run(conversation)
+    except (TypeError, ValueError) as error:
+        if not where(error):
+            conversation.throw(error)
+        raise
 
 
 def _try(name: str, *arguments: Any) -> Tensor:
