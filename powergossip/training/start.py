@@ -14,11 +14,6 @@ from powergossip.training.config_checks import checked
 from powergossip.training.definition import definition
 from powergossip.training.trainer import Trainer
 
-OF_FOLDERS = (
-    "{key}: process 0 has a run to resume ({first}), and process {process} ({other}); give all of "
-    "them their folders of this run with --output-dir"
-)
-
 
 @dataclass(frozen=True)
 class NewRun:
