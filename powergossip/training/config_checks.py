@@ -191,7 +191,7 @@ def _check_values(c: Settings, given: Mapping[str, Any]) -> None:
         )
 
     def require(key: str, ok: Callable[[Any], bool], accepted: str) -> None:
-        checks.require(vars(c), key, ok, accepted)
+        checks.check(key, getattr(c, key), ok(getattr(c, key)), accepted)
 
     require("max_steps_per_epoch", lambda v: v is None or v >= 1, "1 or more, or null for all")
     require(
