@@ -17,7 +17,6 @@ from powergossip.training.ending import Agreement
 from powergossip.training.execution import AtRest, Computation, Execution, Together
 from powergossip.training.gradients import Gradients
 from powergossip.training.methods import check_method, make_method
-from powergossip.training.state import Parts
 from powergossip.training.task_check import check_first_batch, data_facts, equalize, model_facts
 
 
@@ -28,7 +27,6 @@ class Built:
     Attributes:
         metric: Main metric of a task that has its own, or None.
         hint: Sentence for the start of the run.
-        state: State of all parts, in a checkpoint.
     """
 
     run: Computation
@@ -36,7 +34,6 @@ class Built:
     metric: dict[str, Any] | None
     hint: str
     transport: str
-    state: Parts
 
 
 def build(c: Settings, processes: Processes, task: tasks.Task | None) -> Built:
@@ -109,7 +106,7 @@ def build(c: Settings, processes: Processes, task: tasks.Task | None) -> Built:
         )
         execution = _make_execution(run, links)
     metric = main and {"name": main.name, "larger_is_better": main.larger_is_better}
-    return Built(run, execution, metric, hint, found, Parts(run, execution.parts))
+    return Built(run, execution, metric, hint, found)
 
 
 def _make_execution(run: Computation, links: Any) -> Execution:
