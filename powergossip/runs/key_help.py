@@ -1,7 +1,6 @@
 """The help of a configuration: its keys, with their defaults and the comments in its class."""
 
 import dataclasses
-import functools
 import inspect
 import re
 import textwrap
@@ -17,7 +16,12 @@ Help = Callable[[DictConfig, str], str]  # the text of --help NAME, "" without a
 def every_key(config: DictConfig, name: str = "") -> str:
     """Return the help with the lines of the keys about a name, or else ("", "all") of all keys."""
     about = "" if name in ("", "all") else keys_about(config, name)
-    return about or f"keys and their defaults:\n{described(key_groups(config))}"
+    return about or f"keys and their defaults:\n{describe(config)}"
+
+
+def describe(config: DictConfig) -> str:
+    """Return the lines of all keys, each with its default and its comment in the class."""
+    return described(key_groups(config))
 
 
 def keys_about(config: DictConfig, name: str) -> str:
@@ -81,10 +85,14 @@ def _described(key: str, default: Any, comment: str, width: int) -> str:
     return "\n".join([given, *(" " * width + line for line in lines)])
 
 
-@functools.cache
+_DEFAULTS: dict[type[Any], dict[Any, Any]] = {}
+
+
 def defaults_of(kind: type[Any]) -> Mapping[Any, Any]:
-    """The defaults of a dataclass, as plain values that are not changed."""
-    return dataclasses.asdict(kind())
+    """The defaults of a dataclass, as plain values that are not changed. Computed once."""
+    if kind not in _DEFAULTS:
+        _DEFAULTS[kind] = dataclasses.asdict(kind())
+    return _DEFAULTS[kind]
 
 
 def schema(config: DictConfig) -> type[Any]:
