@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from powergossip import kernels, tasks, topologies
-from powergossip.network import Losses, Network, Processes, choose_device
+from powergossip.network import Network, Processes, choose_device
 from powergossip.network.processes import OF_FILES
 from powergossip.parameters import Parameters
 from powergossip.runs import configuration
@@ -127,7 +127,11 @@ def make_network(c: Settings, processes: Processes, measure: Clock) -> Network:
     device = choose_device(c.device, processes.local_rank)
     if c.torch_compile and not c.evaluate_only:
         precision.check_compiler(device)
-    stage = {"on": False, "off": True, "auto": None}[c.cuda_aware]
+    stage, losses = {"on": False, "off": True, "auto": None}[c.cuda_aware], None
+    if c.one_way:
+        from powergossip.training.edge_options import losses_of
+
+        losses = losses_of(c)
     return Network(
         topology,
         processes,
@@ -135,17 +139,8 @@ def make_network(c: Settings, processes: Processes, measure: Clock) -> Network:
         stage,
         measure=measure,
         all_reduce=c.all_reduce,
-        losses=_losses(c),
+        losses=losses,
     )
-
-
-def _losses(c: Settings) -> Losses | None:
-    """The lost messages of push-sum and RelaySGD. Raises BadValue."""
-    if not c.one_way or (c.scenario is None and c.gossip == "synchronous" and not c.survives):
-        return None
-    from powergossip.training.edge_options import losses_of
-
-    return losses_of(c)
 
 
 def transport(network: Network) -> str:
