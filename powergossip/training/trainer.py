@@ -108,10 +108,6 @@ class Trainer:
         """True after the last step."""
         return bool(self.position.epoch >= self.config.num_epochs)
 
-    def begin(self, folder: Path) -> None:
-        """Prepare for the first step, with files in the folder of the run."""
-        self.execution.begin(folder)
-
     def train(
         self,
         checkpoints: Checkpoints | None = None,
