@@ -1,6 +1,6 @@
 """The time of a step of an averaging algorithm, and a lower bound.
 
-    mpirun -np 8 python -m benchmarks.gossip_step algorithm=power-gossip model=resnet20 rank=1
+    mpirun -np 8 python -m benchmarks.gossip_step algorithm=power-gossip options.rank=1
 
 prints one JSON line. ms_per_step is the median over rounds. The lower bound, floor_ms, is measured
 in the same run, in turns with the steps. It is the time of a raw non-blocking exchange of the same
@@ -14,8 +14,9 @@ It has neither model nor data, only random tensors with the shapes of a model's 
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field
 from statistics import median
+from typing import Any
 
 import torch
 from omegaconf import OmegaConf
@@ -31,8 +32,6 @@ from powergossip.runs import configuration
 
 @dataclass
 class GossipStep:
-    """All keys. Options of the algorithm are null for the defaults of its constructor."""
-
     algorithm: str = "power-gossip"  # a row of algorithms.AVERAGING
     model: str = "resnet20"  # resnet20, lstm or matrix100
     topology: str = "ring"  # a name of topologies.TOPOLOGIES
@@ -40,24 +39,10 @@ class GossipStep:
     device: str = "auto"  # auto, cpu, cuda or cuda:INDEX
     rounds: int = 15  # number of measurements, whose median is the result
     seconds: float = 5.0  # approximate time of all rounds together
-    diffusion_rate: float | None = None
-    rank: int | None = None  # of power-gossip, and of the compressors svd and top-k
-    num_iterations: int | None = None  # power iterations of power-gossip per step; null: 1
-    warm_start: bool | None = None  # of power-gossip
-    round_weights: bool | None = None  # of power-gossip
-    bits: int | None = None  # of power-gossip
-    theta: float | None = None  # of moniqua
-    running_sums: bool | None = None  # of push-sum
-    copy_rate: float | None = None  # of choco
-    compressor: str | None = None  # of choco and deepsqueeze
-    keep_ratio: float | None = None  # of the compressors top-k and random-k
-    levels: int | None = None  # of the compressor qsgd
-    unbiased: bool | None = None  # of the compressor random-k
-    seed: int | None = None
+    options: dict[str, Any] = field(default_factory=dict)  # of the algorithm, such as {rank: 4}.
+    #   num_iterations is 1 by default
 
 
-# Keys that are options of an algorithm
-OPTIONS = [f.name for f in fields(GossipStep) if f.default is None and f.name != "n_workers"]
 config = OmegaConf.structured(GossipStep)
 
 
@@ -71,7 +56,7 @@ def main(arguments: list[str]) -> None:
         device = choose_device(c.device, comm.local_rank)
         network = Network(topologies.make(c.topology, n_workers), comm, device)
         layout = Layout(MODELS[c.model]())
-        given = {option: c[option] for option in OPTIONS if c[option] is not None}
+        given = dict(c.options)
         options = algorithms.defaults(c.algorithm, given)
         if "num_iterations" in options:
             given = {"num_iterations": 1, **given}

@@ -28,12 +28,13 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from statistics import median
+from statistics import linear_regression, median
 from typing import Any
 
 import torch
 from omegaconf import OmegaConf
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from benchmarks import steps
 from benchmarks.timing import in_turns, peak_memory
@@ -46,7 +47,6 @@ from powergossip.runs import configuration, figures
 from powergossip.tasks import TaskOptions, digits
 from powergossip.tasks.images import ImageClassification, LabeledImages
 from powergossip.topologies import Topology
-from powergossip.trees import map_tensors
 
 KINDS = ("workers", "learning", "parameters", "degree", "processes")
 ALGORITHMS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -139,10 +139,7 @@ def slope(lines: Sequence[Line]) -> float:
     """p of ms ∝ sizeᵖ: least squares of logarithms over the upper half of the sizes."""
     upper = lines[(len(lines) - 1) // 2 :]
     xs, ys = [math.log(line.size) for line in upper], [math.log(line.ms) for line in upper]
-    x, y = sum(xs) / len(xs), sum(ys) / len(ys)
-    return sum((a - x) * (b - y) for a, b in zip(xs, ys, strict=True)) / sum(
-        (a - x) ** 2 for a in xs
-    )
+    return linear_regression(xs, ys).slope
 
 
 def write(found: dict[str, list[Line]], folder: Path) -> None:
@@ -218,7 +215,7 @@ def enough_digits(options: TaskOptions) -> ImageClassification:
 def of_processes(n: int, seconds: float) -> list[Line]:
     lines = []
     for name, (algorithm, options) in ALGORITHMS.items():
-        given = " ".join(f"{key}={value}" for key, value in options.items())
+        given = " ".join(f"options.{key}={value}" for key, value in options.items())
         arguments = f"algorithm={algorithm} model=resnet20 seconds={seconds} {given}"
         launcher = ["mpirun", "-np", str(n), "--map-by", ":oversubscribe"] if n > 1 else []
         lines.append(
@@ -265,22 +262,15 @@ def one(
     received = float(network.bits.mean()) / 8  # on these graphs as much as is sent
     ms = _milliseconds(step, seconds)
     memory = (peak_memory() - before) / n  # before state_dict(), which copies
-    few = averaging  # state_dict() copies
-    if n > NODES:
-        few = _averaging(name, topologies.make(kind, NODES), layout)[2]
-    state = [0]
-
-    def add(tensor: Tensor) -> Tensor:
-        state[0] += tensor.nbytes
-        return tensor
-
-    map_tensors(add, few.state_dict())
+    few = averaging if n <= NODES else _averaging(name, topologies.make(kind, NODES), layout)[2]
+    leaves = tree_leaves(few.state_dict())
+    state = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
     messages = next(averaging.step(x))
     message = messages[0] if isinstance(messages, tuple) else messages
     of_x = message.tensor.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
     sent = 0 if of_x else message.tensor.nbytes / n
     received *= not isinstance(message, Shared)
-    theory = 4 * layout.size + state[0] / min(n, NODES) + received + sent
+    theory = 4 * layout.size + state / min(n, NODES) + received + sent
     return Line(name, size, ms, memory, theory)
 
 

@@ -12,6 +12,7 @@ from powergossip.network import Processes
 # Steps after which x is set to its start again. Learning workers do not agree, and workers that
 # agree may take other code paths. Two of them agree on a matrix of rank 16 after 16 steps.
 BEFORE_THEY_AGREE = 12
+ALONE = 0.2  # seconds of a measurement of one process, approximately
 
 
 def in_turns(
@@ -56,22 +57,14 @@ def in_turns(
     return times
 
 
-def alone(
-    function: Callable[[], object],
-    processes: Processes,
-    device: torch.device,
-    seconds: float = 0.2,
-) -> float:
-    """Return the milliseconds of a call in process 0, while the other processes sleep.
-
-    seconds  # approximate time of the measurement
-    """
+def alone(function: Callable[[], object], processes: Processes, device: torch.device) -> float:
+    """Return the milliseconds of a call in process 0, while the other processes sleep."""
     processes.gather(None)
     if processes.rank > 0:
-        time.sleep(seconds)
+        time.sleep(ALONE)
     else:
         start, count = time.perf_counter(), 0
-        while count == 0 or time.perf_counter() - start < 0.8 * seconds:
+        while count == 0 or time.perf_counter() - start < 0.8 * ALONE:
             function()
             count += 1
         if device.type == "cuda":

@@ -80,7 +80,7 @@ def curves(
     target: Curves = {network: {} for network in NETWORKS}
     for n in workers:
         graphs = {name: topologies.make(name, n) for name in GRAPHS}
-        agreement = {name: prediction.consensus(graph).rounds for name, graph in graphs.items()}
+        agreement = {name: prediction.rounds(graph) for name, graph in graphs.items()}
         for m in METHODS:
             method = prediction.METHODS[m]
             compute = prediction.Compute(costs["gradient"][0], *costs[m])

@@ -45,11 +45,6 @@ def check(name: str, value: object, ok: bool, accepted: str) -> None:
         raise BadValue(name, value, accepted)
 
 
-def require(config: Mapping[str, Any], key: str, ok: Callable[[Any], bool], accepted: str) -> None:
-    """Raise BadValue unless ok(config[key])."""
-    check(key, config[key], ok(config[key]), accepted)
-
-
 def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, Real) and not isinstance(value, bool)
 

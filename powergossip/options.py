@@ -57,16 +57,12 @@ def find(registry: Registry, kind: str, name: object) -> Builder:
     return registry[name]
 
 
-def is_of_library(row: Any) -> bool:
-    """True if a class or function is from this package, not from a script."""
-    return str(row.__module__).partition(".")[0] == __name__.partition(".")[0]
-
-
 def are_of_library(*rows: Any) -> bool:
-    """True if these rows are from this package, also with values bound by `functools.partial`. None
-    is ignored.
+    """True if these classes or functions are from this package, not from a script, also with values
+    bound by `functools.partial`. None is ignored.
     """
-    return all(is_of_library(getattr(row, "func", row)) for row in rows if row is not None)
+    homes = (str(getattr(row, "func", row).__module__) for row in rows if row is not None)
+    return all(home.partition(".")[0] == __name__.partition(".")[0] for home in homes)
 
 
 def parameters(

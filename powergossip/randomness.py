@@ -16,10 +16,7 @@ from collections.abc import Iterable
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
-
-Words = NDArray[np.uint32]
 
 
 def seed_sequence(seed: int, purpose: str, *ids: int) -> np.random.SeedSequence:
@@ -28,11 +25,8 @@ def seed_sequence(seed: int, purpose: str, *ids: int) -> np.random.SeedSequence:
     `purpose` is a word such as "shuffle". `ids` are non-negative integers below 2³², such as worker
     and epoch. Different arguments give independent streams (numpy's `spawn_key`).
     """
-    return np.random.SeedSequence(seed, spawn_key=(_word(purpose), *ids))
-
-
-def _word(purpose: str) -> int:
-    return int.from_bytes(hashlib.sha256(purpose.encode()).digest()[:4], "little")
+    word = int.from_bytes(hashlib.sha256(purpose.encode()).digest()[:4], "little")
+    return np.random.SeedSequence(seed, spawn_key=(word, *ids))
 
 
 def generator(seed: int, purpose: str, *ids: int) -> np.random.Generator:
@@ -61,44 +55,9 @@ def seed_torch(seed: int, device: torch.device) -> None:
 
 
 def keys(seed: int, purpose: str, ids: Iterable[tuple[int, ...]]) -> Tensor:
-    """One 64-bit key for each tuple of ids: int64 [number of tuples], for `bits`.
-
-    The tuples are of one length. A key is `seed_sequence(…).generate_state(1, uint64)`. All are
-    computed at once, a hundred times as fast, by its algorithm.
-
-    References:
-        O'Neill (2015), pcg-random.org/posts/developing-a-seed_seq-alternative.html, seed_seq_fe128,
-        with numpy's constants.
-    """
-    listed = list(ids)
-    id_words = np.array(listed, dtype=np.uint32).reshape(len(listed), -1 if listed else 0)
-    seed = int(seed)
-    seed_words = [seed >> bit & 0xFFFFFFFF for bit in range(0, max(128, seed.bit_length()), 32)]
-    common = [np.array([word], dtype=np.uint32) for word in (*seed_words, _word(purpose))]
-    words = [*common, *id_words.T]  # each [1] or [key]
-    constant = 0x43B0D7E5
-
-    def hashed(value: Words, factor: int = 0x931E8875) -> Words:
-        nonlocal constant
-        value = value ^ np.uint32(constant)
-        constant = constant * factor % 2**32
-        value = value * np.uint32(constant)
-        return value ^ value >> np.uint32(16)
-
-    def mixed(x: Words, y: Words) -> Words:
-        z = x * np.uint32(0xCA01F9DD) - y * np.uint32(0x4973F715)
-        return z ^ z >> np.uint32(16)
-
-    pool = [hashed(word) for word in words[:4]]
-    for source in range(4):
-        for target in {0, 1, 2, 3} - {source}:
-            pool[target] = mixed(pool[target], hashed(pool[source]))
-    for word in words[4:]:
-        pool = [mixed(target, hashed(word)) for target in pool]
-    constant = 0x8B51F9DD
-    low, high = (hashed(part, 0x58F38DED).astype(np.uint64) for part in pool[:2])
-    found = np.broadcast_to(high << 32 | low, len(listed))
-    return torch.from_numpy(found.astype(np.uint64).view(np.int64))
+    """One 64-bit key for each tuple of ids: int64 [number of tuples], for `bits`."""
+    found = [seed_sequence(seed, purpose, *own).generate_state(1, np.uint64) for own in ids]
+    return torch.from_numpy(np.array(found, dtype=np.uint64).reshape(-1).view(np.int64))
 
 
 def bits(keys: Tensor, counter: int, shape: tuple[int, ...], start: Tensor | int = 0) -> Tensor:

@@ -3,7 +3,6 @@
 import json
 import math
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -126,10 +125,8 @@ def _part(folder: Path, epochs: float) -> float:
     """The part of a training that is done: 1 at its end, before by its last row."""
     if (folder / RESULT).exists():
         return 1.0
-    with suppress(OSError, ValueError, KeyError):  # without a whole line, or a whole one of others
-        *_, last, _ = (folder / metrics.FILE).read_text().split("\n")
-        return float(json.loads(last)["epoch"] / epochs)
-    return 0.0
+    rows = folder / metrics.FILE
+    return metrics.last_epoch(rows.read_bytes()) / epochs if rows.exists() else 0.0
 
 
 def score(task: BenchmarkTask, run: Mapping[str, Any]) -> float:

@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import stdev
 from typing import Any
 
 from powergossip.benchmark.tasks import RATES, BenchmarkTask
@@ -195,9 +196,7 @@ def difference(first: Line, second: Line, level: float = LEVEL) -> tuple[float, 
 
 def deviation(values: Sequence[float]) -> float:
     """The standard deviation of a sample, ∞ for less than two values."""
-    n = len(values)
-    mean = sum(values) / max(1, n)
-    return math.sqrt(sum((v - mean) ** 2 for v in values) / (n - 1)) if n > 1 else math.inf
+    return stdev(values) if len(values) > 1 else math.inf
 
 
 def quantile(level: float, n: int) -> float:

@@ -11,7 +11,6 @@ import hashlib
 import json
 import re
 import sys
-import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +29,7 @@ from powergossip.benchmark.tasks import (
 )
 from powergossip.errors import BadInput
 from powergossip.training.config import RunKeys
+from powergossip.user_functions import where
 
 KEYS = set(RunKeys.__dataclass_fields__)  # of train.py, beside the options of methods
 DPSGD = "dpsgd"  # averaging without a learning rule
@@ -113,19 +113,11 @@ def from_source(source: str, path: Path, name: str | None = None) -> Entry:
     except SystemExit as error:
         raise BadInput(f"{path} ends the program; use a module without that") from error
     except Exception as error:
-        raise BadInput(f"{path}{where(error)}: {type(error).__name__}: {error}") from error
+        raise BadInput(f"{where(error) or path}: {type(error).__name__}: {error}") from error
     settings = getattr(module, "SETTINGS", None)
     if not settings:
         raise BadInput(f"{path} has no SETTINGS; use a list of settings, or one for each task")
     return _entry(str(getattr(module, "NAME", None) or name or path.stem), source, settings)
-
-
-def where(error: BaseException) -> str:
-    """ ", line N" of the user's file at which an error was raised, or ""."""
-    file = getattr(sys.modules.get(MODULE), "__file__", None)
-    frames = traceback.extract_tb(error.__traceback__)
-    lines = [frame.lineno for frame in frames if frame.filename == file]
-    return f", line {lines[-1]}" if lines else ""
 
 
 def check_name(name: object) -> None:

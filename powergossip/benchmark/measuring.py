@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from powergossip import prediction, tasks, topologies
 from powergossip.benchmark.tasks import (
@@ -23,7 +24,6 @@ from powergossip.network.collectives import all_reduce_cost
 from powergossip.parameters import Layout, Parameters
 from powergossip.prediction import PredictedMethod, Traffic
 from powergossip.topologies import Topology
-from powergossip.trees import map_tensors
 
 
 def graph(setting: Mapping[str, Any], seed: int) -> Topology:
@@ -139,15 +139,8 @@ def busiest(folder: Path) -> float:
 
 def _state(folder: Path, n_workers: int) -> float:
     """Bytes per worker of the method's state in the last checkpoint."""
-    total = 0
-
-    def add(tensor: Tensor) -> Tensor:
-        nonlocal total
-        total += tensor.nbytes
-        return tensor
-
-    map_tensors(add, _checkpoint(folder)["algorithm"])
-    return total / n_workers
+    leaves = tree_leaves(_checkpoint(folder)["algorithm"])
+    return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor)) / n_workers
 
 
 def _checkpoint(folder: Path) -> Values:

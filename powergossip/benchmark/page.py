@@ -94,7 +94,8 @@ def write(
                 content.append(f"![{title}: quality by megabytes sent]({figure.name})")
             tables = [table(found, own), *([pairs(own, found)] if own and len(found) > 1 else [])]
             content += [*map(_markdown, tables), *_notes(found, own, others)]
-            parts += _folded(title, content, is_open=own is not None)
+            head = f"<details{' open' * (own is not None)}>"
+            parts += [f"{head}\n<summary>{html.escape(title)}</summary>", *content, "</details>"]
     page = folder / f"{NAME}.md"
     page.write_text("\n\n".join(parts) + "\n")
     return [page, *written]
@@ -268,11 +269,6 @@ def _bounded(line: Line, values: Sequence[float]) -> str:
 
 def _single(value: float | None, factor: float) -> str:
     return "" if value is None else _number([factor * value])
-
-
-def _folded(title: str, content: Sequence[str], is_open: bool) -> list[str]:
-    head = f"<details{' open' * is_open}>\n<summary>{html.escape(title)}</summary>"
-    return [head, *content, "</details>"]
 
 
 def _markdown(rows: Table) -> str:

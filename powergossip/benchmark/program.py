@@ -34,6 +34,7 @@ from powergossip.runs import configuration, metrics
 from powergossip.training.config_checks import checked, shared_keys
 from powergossip.training.methods import check_method
 from powergossip.trees import sha256
+from powergossip.user_functions import where
 
 DIVERGED = 1e2  # times the error at the start
 ROUNDING = 1e-10  # error, relative to the start, below which matrices agree
@@ -96,9 +97,10 @@ def check(task: BenchmarkTask, tier: str, setting: Values) -> None:
             config = checked(_configuration(keys), Processes())
             check_method(config, Network(topology, Processes()))
     except (Exception, SystemExit) as error:
-        where, text = entries.where(error), str(error).partition("\n")[0]
-        ours = isinstance(error, ValueError | TypeError) and not where  # BadInput is one
-        how = "is rejected" if ours else f"fails{where}: {type(error).__name__}"
+        line, text = where(error), str(error).partition("\n")[0]
+        in_line = f" in {line}" if line else ""
+        ours = isinstance(error, ValueError | TypeError) and not line  # BadInput is one
+        how = "is rejected" if ours else f"fails{in_line}: {type(error).__name__}"
         raise BadInput(f"{task.name}: the setting {setting} {how}: {text}") from error
 
 

@@ -142,6 +142,8 @@ _IMAGES: Values = {
     "weight_decay": 0.0001,
     "distributed_lr_warmup_epoch": 0.0,
     "drop_last": True,
+    "num_epochs": 4,
+    "lr_schedule_milestones": [[3, 0.1]],
 }
 
 
@@ -157,16 +159,8 @@ def _images(name: str, title: str, targets: tuple[float, float], **more: Any) ->
         dict(zip(TIERS, targets, strict=True)),
         {**_IMAGES, "batch_size": batch, **more},
         {
-            QUICK: {
-                "task_options": {"images": 10_000, "test_images": 1_000},
-                "num_epochs": 4,
-                "lr_schedule_milestones": [[3, 0.1]],
-            },
-            FULL: {
-                "task_options": {"images": 60_000, "test_images": 10_000},
-                "num_epochs": 4,
-                "lr_schedule_milestones": [[3, 0.1]],
-            },
+            QUICK: {"task_options": {"images": 10_000, "test_images": 1_000}},
+            FULL: {"task_options": {"images": 60_000, "test_images": 10_000}},
         },
         gradient=5e-3,
     )
@@ -194,19 +188,12 @@ def _text(name: str, title: str, **more: Any) -> BenchmarkTask:
             "weight_decay": 0.1,
             "gradient_clipping": 1.0,
             "num_epochs": 4,
+            "batch_size": 4,
             **more,
         },
         {
-            QUICK: {
-                "batch_size": 4,
-                "max_steps_per_epoch": 40,
-                "task_options": _gpt(32, 2, 2, 64, 8192),
-            },
-            FULL: {
-                "batch_size": 4,
-                "max_steps_per_epoch": 120,
-                "task_options": _gpt(64, 3, 4, 128, 32768),
-            },
+            QUICK: {"max_steps_per_epoch": 40, "task_options": _gpt(32, 2, 2, 64, 8192)},
+            FULL: {"max_steps_per_epoch": 120, "task_options": _gpt(64, 3, 4, 128, 32768)},
         },
         gradient=5e-3,
     )

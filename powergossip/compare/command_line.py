@@ -104,10 +104,6 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def _is_folder(output: str) -> bool:
-    return Path(output).suffix.lower() not in FORMATS
-
-
 def _targets(output: str | None, formats: Sequence[str]) -> list[tuple[Path, str]]:
     """The files to write, with their formats. Raises BadInput."""
     if output is None:
@@ -115,8 +111,8 @@ def _targets(output: str | None, formats: Sequence[str]) -> list[tuple[Path, str
             raise BadInput(f"--format={','.join(formats)}: give a folder or file with --output")
         return []
     path = Path(output)
-    if not _is_folder(output):
-        form = FORMATS[path.suffix.lower()]
+    form = FORMATS.get(path.suffix.lower())
+    if form is not None:
         if formats and formats != [form]:
             raise BadInput(
                 f"--format={','.join(formats)}: the file {output} has the format {form}; "

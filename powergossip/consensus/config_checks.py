@@ -42,14 +42,8 @@ def checked(config: DictConfig, processes: Processes) -> Settings:
     own = {k.removeprefix(OPTION): values.pop(k) for k in [*values] if k.startswith(OPTION)}
     c = Settings(**values, options=own)
     hosted(c.n_workers, processes.size)
-    checks.all_of(
-        checks.at_least_one,
-        vars(c),
-        (
-            "compression_rank",
-            "compression_num_iterations",
-        ),
-    )
+    checks.at_least_one("compression_rank", c.compression_rank)
+    checks.at_least_one("compression_num_iterations", c.compression_num_iterations)
     checks.between("matrix_size", c.matrix_size, 1, _MOST_ROWS)
     for key in ("theta_num_samples", "hyperparameter_num_samples", "moniqua_num_samples"):
         if values[key] is not None:

@@ -7,8 +7,7 @@ matrix. Symbols: x_i worker i's matrix, x̄_0 the mean of all workers' starting 
 import math
 import platform
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -28,7 +27,7 @@ from powergossip.network import hosted_workers as hosted
 from powergossip.network.processes import OF_FILES
 from powergossip.parameters import Layout
 from powergossip.runs.clock import Clock, PhaseTime
-from powergossip.runs.metrics import Hooks
+from powergossip.runs.metrics import Hooks, Row
 from powergossip.trees import map_tensors
 from powergossip.user_functions import one_sentence
 
@@ -180,7 +179,7 @@ class Sweep:
         for step in range(last + 1):
             if is_logged(step) or step == last:
                 before = len(batch.settings)
-                log.rows(step, batch.measure(step))
+                log.rows(batch.measure(step))
                 diverged = before - len(batch.settings)
                 log.progress(name, diverged * (last - step))
                 log.fraction()
@@ -227,17 +226,6 @@ class Sweep:
         }
 
 
-@dataclass(frozen=True)
-class Measurement:
-    """Name, value and tags of a row; bits and messages sent by worker 0 since the start."""
-
-    name: str
-    value: float
-    tags: Mapping[str, str]
-    bits: int
-    messages: int
-
-
 class _Log:
     """Calls the hooks on process 0, with the elapsed time and the progress."""
 
@@ -248,16 +236,10 @@ class _Log:
         self._began = time.perf_counter()
         self._logged = -math.inf  # seconds at which the progress was logged
 
-    def rows(self, step: int, measurements: Sequence[Measurement]) -> None:
-        for row in measurements:
-            values = {
-                "value": row.value,
-                "epoch": step,
-                "bits": row.bits,
-                "messages": row.messages,
-                "seconds": time.perf_counter() - self._began,
-            }
-            self._hooks.log_metric(row.name, values, row.tags)
+    def rows(self, rows: Sequence[Row]) -> None:
+        for name, values, tags in rows:
+            seconds = time.perf_counter() - self._began
+            self._hooks.log_metric(name, {**values, "seconds": seconds}, tags)
 
     def fraction(self) -> None:
         """At most once a second, and at the end: info.json is written anew each time."""
@@ -303,18 +285,17 @@ class MatrixBatch:
         """One step of gossip in all settings."""
         self._network.run(self._averaging.step(self.x))
 
-    def measure(self, step: int) -> list[Measurement]:
-        """Measure each setting, then remove settings that have diverged."""
+    def measure(self, step: int) -> list[Row]:
+        """Measure each setting, then remove settings that have diverged. Rows are without time."""
         errors = self._errors()
         converges = (errors <= self._limit).tolist()  # False for NaN
         bits, messages = self._sent_by_worker_0()
-        rows = [
-            Measurement(
+        sent = {"epoch": step, "bits": bits, "messages": messages}
+        rows: list[Row] = [
+            (
                 "error" if fine else "diverged",
-                error if fine else step,
+                {"value": error if fine else step, **sent},
                 self._sweep.tags(self._name, setting),
-                bits,
-                messages,
             )
             for setting, error, fine in zip(self.settings, errors.tolist(), converges, strict=True)
         ]

@@ -9,8 +9,6 @@ from collections.abc import Iterable, Mapping
 from functools import lru_cache, partial
 from itertools import pairwise
 
-import numpy as np
-
 from powergossip.topologies import Topology
 
 View = tuple[int, ...]  # [worker]
@@ -94,18 +92,6 @@ def without(weights: Weights, removed: Iterable[int]) -> dict[int, dict[int, flo
             more = part * min(spare[a], spare[b])
             left[a][b] = left[b][a] = left[a].get(b, 0.0) + more
     return {i: dict(sorted(row.items())) for i, row in left.items()}
-
-
-def matrix(weights: Weights) -> np.ndarray:
-    """W of the workers alive, in ascending order: float64 [worker, worker]."""
-    alive = sorted(weights)
-    place = {worker: index for index, worker in enumerate(alive)}
-    W = np.zeros((len(alive), len(alive)))
-    for i, row in weights.items():
-        for j, w in row.items():
-            W[place[i], place[j]] = w
-    np.fill_diagonal(W, 1 - W.sum(1))
-    return W
 
 
 def raised(versions: View, index: int) -> View:

@@ -17,12 +17,24 @@ typedef uint8_t u8;
 
 static inline i64 smaller(i64 a, i64 b) { return a < b ? a : b; }
 
-static inline float sum_of_lanes(const float lane[LANES]) {
-    float sum[LANES];
-    memcpy(sum, lane, sizeof sum);
-    for (int width = LANES / 2; width; width /= 2)
-        for (int i = 0; i < width; i++) sum[i] += sum[i + width];
-    return sum[0];
+typedef float Lanes __attribute__((vector_size(4 * LANES)));
+typedef float Half __attribute__((vector_size(2 * LANES)));
+typedef float Quarter __attribute__((vector_size(LANES)));
+
+static inline Lanes load(const float *from) {
+    Lanes lanes;
+    memcpy(&lanes, from, sizeof lanes);
+    return lanes;
+}
+
+static inline float sum(Lanes lanes) {
+    Half half[2];
+    memcpy(half, &lanes, sizeof half);
+    half[0] += half[1];
+    Quarter quarter[2];
+    memcpy(quarter, half, sizeof quarter);
+    quarter[0] += quarter[1];
+    return (quarter[0][0] + quarter[0][2]) + (quarter[0][1] + quarter[0][3]);
 }
 
 /* 64 random bits, the mixing function of SplitMix64. See randomness.bits. */

@@ -184,7 +184,7 @@ static float sum_of_magnitudes(const float *restrict v, i64 count) {
     for (; i + LANES <= count; i += LANES)
         for (int l = 0; l < LANES; l++) lane[l] += fabsf(v[i + l]);
     for (int l = 0; i + l < count; l++) lane[l] += fabsf(v[i + l]);
-    return sum_of_lanes(lane);
+    return sum(load(lane));
 }
 
 static float sum_of_squares(const float *restrict v, i64 count) {
@@ -193,7 +193,7 @@ static float sum_of_squares(const float *restrict v, i64 count) {
     for (; i + LANES <= count; i += LANES)
         for (int l = 0; l < LANES; l++) lane[l] += v[i + l] * v[i + l];
     for (int l = 0; i + l < count; l++) lane[l] += v[i + l] * v[i + l];
-    return sum_of_lanes(lane);
+    return sum(load(lane));
 }
 
 static void encode_signs(const Tensor *t, Source s, u8 *message) {

@@ -26,15 +26,8 @@ typedef struct {
 
 /* --- Vectors --- */
 
-typedef float Lanes __attribute__((vector_size(4 * LANES)));
 typedef int32_t LaneMask __attribute__((vector_size(4 * LANES)));
 typedef double WideLanes __attribute__((vector_size(8 * LANES)));
-
-static inline Lanes load(const float *from) {
-    Lanes lanes;
-    memcpy(&lanes, from, sizeof lanes);
-    return lanes;
-}
 
 static inline void store(float *to, Lanes lanes) { memcpy(to, &lanes, sizeof lanes); }
 
@@ -52,20 +45,6 @@ static inline Lanes load_rest(const float *from, i64 length) {
 
 /* Into the second cache, some pages ahead: processors prefetch within a page only. */
 #define PREFETCH(from) __builtin_prefetch((from) + 4096, 0, 2)
-
-typedef float Half __attribute__((vector_size(2 * LANES)));
-typedef float Quarter __attribute__((vector_size(LANES)));
-
-/* sum_of_lanes, in registers. */
-static inline float sum(Lanes lanes) {
-    Half half[2];
-    memcpy(half, &lanes, sizeof half);
-    half[0] += half[1];
-    Quarter quarter[2];
-    memcpy(quarter, half, sizeof quarter);
-    quarter[0] += quarter[1];
-    return (quarter[0][0] + quarter[0][2]) + (quarter[0][1] + quarter[0][3]);
-}
 
 /* Σ a_i b_i in double precision. */
 static double wide_dot(const float *a, const float *b, i64 length) {
@@ -116,12 +95,6 @@ static void in_threads(i64 threads, i64 tasks, void (*perform)(const void *, i64
 
 /* --- Random directions: randomness.normal --- */
 
-static inline uint64_t splitmix(uint64_t z) {
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
-    return z ^ (z >> 31);
-}
-
 /* ln x of a normal x > 0: x = m 2^e with √½ < m < √2, ln m = 2 artanh((m − 1)/(m + 1)). Libraries
    differ in the last bit of their logarithm, and the two ends of an edge may use two libraries. */
 static inline double logarithm(double x) {
@@ -150,7 +123,7 @@ static inline double sine(double t) {
 static void draw_normal(uint64_t key, i64 counter, i64 start, float sign, float *out, i64 count) {
     const uint64_t first = ((uint64_t)counter << 32) + (uint64_t)start;
     for (i64 i = 0; i < count; i++) {
-        const uint64_t bits = splitmix(key + (first + (uint64_t)i) * 0x9E3779B97F4A7C15u);
+        const uint64_t bits = random_bits(key, first + (uint64_t)i);
         const double uniform = ((double)(i64)(bits >> 32) + 0.5) * 0x1p-32;
         /* cos(2π low/2³²) = sin(π/2 (2³⁰ − |low|)/2³⁰) for −2³¹ ≤ low < 2³¹ */
         i64 low = (i64)(bits << 32) >> 32;
@@ -443,9 +416,7 @@ static void project(const void *arguments, i64 index) {
 
 /* The largest magnitude, as the bits of a float: exact, and NaN is the largest. */
 static inline int32_t larger(int32_t largest, float value) {
-    int32_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    bits &= 0x7FFFFFFF;
+    const int32_t bits = key_of(value);
     return bits > largest ? bits : largest;
 }
 

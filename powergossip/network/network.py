@@ -19,7 +19,7 @@ from powergossip.network.device_channel import Connection
 from powergossip.network.edges import Edges
 from powergossip.network.lost_messages import Losses
 from powergossip.network.posting import Delivery, Transport
-from powergossip.network.processes import Channel, Processes
+from powergossip.network.processes import Processes
 from powergossip.network.rows import Shared
 from powergossip.tensor_cache import TensorCache
 from powergossip.topologies import Round, Topology
@@ -46,7 +46,7 @@ class Network:
     """The workers 0 … n−1 of a topology, in equal blocks over the processes.
 
     Args:
-        stage, channel: See Connection, as for `processes` and `device`.
+        stage: See Connection, as for `processes` and `device`.
         copies: Number of independent copies of all workers, to run several settings concurrently.
             The first axis of every tensor is then [copy · worker], one row for each hosted worker
             of each copy.
@@ -58,8 +58,7 @@ class Network:
             uncompressed have 64 bits, and there are no compiled loops. Codecs work in single
             precision.
         losses: Losses of messages, where one process hosts all workers.
-        connection: The processes and the device, in place of `processes`, `device`, `stage` and
-            `channel`.
+        connection: The processes and the device, in place of `processes`, `device` and `stage`.
 
     Attributes:
         workers: Range of the indices of the workers that this process hosts.
@@ -86,7 +85,6 @@ class Network:
         copies: int = 1,
         measure: Callable[[str], AbstractContextManager[Any]] | None = None,
         all_reduce: str = "own",
-        channel: Channel | None = None,
         dtype: torch.dtype = torch.float32,
         losses: Losses | None = None,
         connection: Connection | None = None,
@@ -94,7 +92,7 @@ class Network:
         checks.one_of("all_reduce", all_reduce, ("own", "native"))
         if connection is None:
             where = device or torch.device("cpu")
-            connection = Connection(processes or launch.processes(), where, stage, channel)
+            connection = Connection(processes or launch.processes(), where, stage)
         self.connection = connection
         self.dtype = dtype
         self._losses = losses

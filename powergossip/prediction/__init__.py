@@ -11,7 +11,7 @@ Axes: worker, host. Rates are bits per second, times are seconds.
 """
 
 from powergossip.prediction.command_line import command, main
-from powergossip.prediction.consensus import AT_ONCE, Consensus, consensus
+from powergossip.prediction.consensus import rounds
 from powergossip.prediction.model import Cluster, Compute, Step, mean, step
 from powergossip.prediction.shapes import layout, of_size
 from powergossip.prediction.traffic import (
@@ -24,22 +24,20 @@ from powergossip.prediction.traffic import (
 )
 
 __all__ = [
-    "AT_ONCE",
     "METHODS",
     "Cluster",
     "Compute",
-    "Consensus",
     "Phase",
     "PredictedMethod",
     "Step",
     "Traffic",
     "command",
-    "consensus",
     "count",
     "cpu_seconds",
     "layout",
     "main",
     "mean",
     "of_size",
+    "rounds",
     "step",
 ]

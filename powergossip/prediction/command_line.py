@@ -33,7 +33,6 @@ from powergossip.errors import BadInput
 
 if TYPE_CHECKING:
     from powergossip.parameters import Layout
-    from powergossip.prediction.consensus import Consensus
     from powergossip.prediction.model import Cluster, Step
     from powergossip.prediction.traffic import PredictedMethod
     from powergossip.topologies import Topology
@@ -81,13 +80,14 @@ class Line:
         fidelity: Index of the method in the order of decreasing fidelity, or of an earlier one that
             is as good.
         graph: Name of the graph, "" without one.
+        rounds: Number of rounds of gossip, see `consensus.rounds`.
     """
 
     method: str
     graph: str
     fidelity: int
     step: "Step"
-    speed: "Consensus"
+    rounds: float
 
     @property
     def name(self) -> str:
@@ -104,7 +104,7 @@ class Line:
             _time(seconds),
             f"{1 / seconds:.3g}" if seconds else "inf",
             f"{waiting / seconds:.0%}" if seconds else "0%",
-            f"{self.speed.rounds:.3g}".replace("nan", "?"),
+            f"{self.rounds:.3g}".replace("nan", "?"),
         ]
 
 
@@ -170,10 +170,10 @@ def _lines(
     import torch
 
     from powergossip.prediction import model, traffic
-    from powergossip.prediction.consensus import AT_ONCE, consensus
+    from powergossip.prediction.consensus import rounds
 
     torch.set_num_threads(1)  # a worker has one core
-    speed, lines = cache(consensus), []
+    of_graph, lines = cache(rounds), []
     order = [method.at_once for method in methods.values()]
     for label, method in methods.items():
         fidelity = order.index(method.at_once)
@@ -196,8 +196,10 @@ def _lines(
                 model.step(sent, graph, cluster, compute, method.overlaps, method.interval)
                 for (_, sent), compute in zip(parts, computes, strict=True)
             ]
-            of_graph = speed(graph) if method.gossips else AT_ONCE
-            lines.append(Line(label, name, fidelity, model.mean(steps), of_graph))
+            step = model.mean(steps)
+            lines.append(
+                Line(label, name, fidelity, step, of_graph(graph) if method.gossips else 1.0)
+            )
     return lines
 
 
@@ -210,7 +212,7 @@ def recommendation(lines: Sequence[Line]) -> str:
     """
 
     def order(line: Line) -> tuple[float, int, float, float]:
-        rounds = math.inf if math.isnan(line.speed.rounds) else line.speed.rounds
+        rounds = math.inf if math.isnan(line.rounds) else line.rounds
         return rounds, line.fidelity, line.step.messages, line.step.seconds
 
     fastest = min(lines, key=lambda line: line.step.seconds)
@@ -220,8 +222,8 @@ def recommendation(lines: Sequence[Line]) -> str:
         f"at most {TOLERANCE:g} times the fastest, {fastest.name} with "
         f"{_time(fastest.step.seconds)}"
     )  # fmt: skip
-    agreement = "workers agree after each step" if best.speed.rounds == 1 else (
-        f"the graph brings workers together tenfold in {best.speed.rounds:.3g} rounds, the fewest "
+    agreement = "workers agree after each step" if best.rounds == 1 else (
+        f"the graph brings workers together tenfold in {best.rounds:.3g} rounds, the fewest "
         "among steps as fast"
     )  # fmt: skip
     return (

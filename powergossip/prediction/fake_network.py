@@ -14,13 +14,13 @@ from powergossip.network.processes import Channel, Pieces, Processes, Requests
 
 
 class FakeProcesses(Processes):
-    """Process `rank` of `size`. The others do not exist."""
+    """Process 0 of `size`. The others do not exist."""
 
     transport = "none"
 
-    def __init__(self, size: int, rank: int = 0) -> None:
+    def __init__(self, size: int) -> None:
         super().__init__()
-        self.rank, self.size = rank, size
+        self.size = size
         self.noise = Noise()
 
     def gather_arrays(self, array: np.ndarray) -> np.ndarray:

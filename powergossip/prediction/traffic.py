@@ -240,7 +240,7 @@ def _mean(phases: Sequence[Phase]) -> Phase:
 
 
 def cpu_seconds(
-    method: PredictedMethod, layout: Layout, seconds: float = 0.5, n_workers: Sequence[int] = (2, 3)
+    method: PredictedMethod, layout: Layout, seconds: float = 0.5
 ) -> tuple[float, float]:
     """CPU seconds of averaging in a step of one worker: without neighbors, and for each neighbor.
 
@@ -249,8 +249,8 @@ def cpu_seconds(
     time for one neighbor. Without gossip it is 0.
     """
     if not method.gossips:
-        return measured_seconds(method, layout, n_workers[-1], seconds), 0.0
-    one, two = (measured_seconds(method, layout, n, seconds) for n in n_workers)
+        return measured_seconds(method, layout, 3, seconds), 0.0
+    one, two = (measured_seconds(method, layout, n, seconds) for n in (2, 3))
     per_neighbor = max(0.0, two - one)
     return max(0.0, one - per_neighbor), per_neighbor
 

@@ -207,10 +207,8 @@ class Slurm(_Here):
         (folder / SLURM).write_text("")
 
     def __call__(self, job: Job) -> int:
-        record, command = (
-            job.folder.resolve() / SLURM,
-            [*mpirun_command(job.processes), *job.command],
-        )
+        record = job.folder.resolve() / SLURM
+        command = [*mpirun_command(job.processes), *job.command]
         # Slurm sets the number of tasks of each node. The policy of .venv, which allows more
         # processes than cores, would make Open MPI start all of them on the first node.
         script = (

@@ -28,7 +28,7 @@ from functools import reduce
 from operator import or_
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import yaml
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -55,58 +55,36 @@ OF_PROCESS = {
 warnings.filterwarnings("ignore", message="Implicit conversion from (int to float|tuple to list)")
 
 
-@dataclass(frozen=True)
-class Origin:
-    """Origin of a key's value.
-
-    Attributes:
-        place: "the command line", "FILE.yaml, line 3", or "config" of DRIVER.
-        explicit: True if it was given for this run, on the command line or in a hand-written file,
-            not in a saved configuration or by a driver.
-    """
-
-    place: str
-    explicit: bool
-
-
-COMMAND_LINE = Origin("the command line", explicit=True)
-DRIVER = Origin("config", explicit=False)  # set in the module's `config` before
-
-
-@dataclass(frozen=True)
-class CommandLine:
+class CommandLine(NamedTuple):
     """The result of `read_command_line`.
 
     Attributes:
         output_dir: --output-dir with --suffix, or None without either.
-        given: Key → source of its value, for all keys but those that have their defaults.
+        explicit: Keys given for this run, on the command line or in a hand-written file, not in a
+            saved configuration.
     """
 
     output_dir: str | None
-    given: Mapping[str, Origin]
+    explicit: list[str]
 
 
-@dataclass(frozen=True)
-class _Assignment:
-    """One key=value. `key` may be dotted."""
+class _Assignment(NamedTuple):
+    """One key=value. `key` may be dotted. `place` begins an error: "FILE.yaml, line 3: ", or ""."""
 
     key: str
     value: Any
-    source: Origin
+    place: str
+    explicit: bool
 
     @property
     def name(self) -> str:
         return self.key.partition(".")[0]
 
-    def apply(self, config: DictConfig) -> None:
-        place = "" if self.source is COMMAND_LINE else f"{self.source.place}: "
-        assign(config, self.key, self.value, place)
-
 
 def read_command_line(
     config: DictConfig, arguments: Sequence[str], description: str, shown: Help = every_key
 ) -> CommandLine:
-    """Change `config` as specified on the command line. Return the output folder and given keys.
+    """Change `config` as specified on the command line. Return the output folder and explicit keys.
 
     With a suffix but without a folder, the folder is DATED with the suffix, which Output resolves.
 
@@ -132,9 +110,9 @@ def read_command_line(
     if resume and folder and (Path(folder) / CONFIG_FILE).exists():
         assignments = [*_saved_assignments(config, Path(folder)), *assignments]
         _after(config, assignments)
-    given = set_by_driver(config) | {a.name: a.source for a in assignments}
     _apply(config, assignments)
-    return CommandLine(folder, {key: source for key, source in given.items() if key in config})
+    explicit = {a.name: a.explicit for a in assignments}  # the last one counts
+    return CommandLine(folder, [key for key in explicit if explicit[key] and key in config])
 
 
 class _Typed(DictConfig):
@@ -241,7 +219,7 @@ class Request:
     Attributes:
         config: The configuration, not yet checked.
         folder: Name of the requested output folder, or None.
-        explicit: Keys that were given for this run, see `Origin`.
+        explicit: Keys that were given for this run, see `CommandLine`.
         wrong: The error of a request that cannot be read. All processes have to learn of it.
     """
 
@@ -302,8 +280,7 @@ def request(
         folder = path_of_driver(output_dir)
         if arguments is not None:
             found = read_command_line(asked, list(arguments), description, shown)
-            folder = found.output_dir or folder
-            explicit = [key for key, source in found.given.items() if source.explicit]
+            folder, explicit = found.output_dir or folder, found.explicit
         try:
             plain(asked)
         except BadInput:
@@ -314,13 +291,6 @@ def request(
             raise
         wrong = error
     return Request(asked, folder, explicit, wrong)
-
-
-def set_by_driver(config: DictConfig) -> dict[str, Origin]:
-    """Return DRIVER as the source of each key whose value is not the default."""
-    defaults, values = defaults_of(schema(config)), OmegaConf.to_container(config)
-    assert isinstance(values, dict)
-    return {str(key): DRIVER for key in values if values[key] != defaults.get(key)}
 
 
 def _parse(
@@ -385,7 +355,7 @@ def _argument_assignment(text: str) -> _Assignment:
     if not equals or not key:
         raise BadInput(f'"{text}" is not an assignment; use key=value')
     try:
-        return _Assignment(key, reading.value(value), COMMAND_LINE)
+        return _Assignment(key, reading.value(value), "", explicit=True)
     except reading.Unreadable as error:
         shown = value if len(value) < 80 else f"{value[:80]}…"
         raise BadInput(f"{key}={shown}: the value is not YAML ({error})") from error
@@ -402,15 +372,15 @@ def _file_assignments(config: DictConfig, file: str) -> list[_Assignment]:
     beside_rows = path.name == CONFIG_FILE and (path.parent / metrics.FILE).exists()
     run_keys = {key for key in config if not str(key).startswith(OPTION)}
     saved = beside_rows or len(run_keys & content.keys()) > 0.9 * len(run_keys)
-    return _assignments(config, content, file, saved)
+    return _assignments(content, file, saved)
 
 
 def _assignments(
-    config: DictConfig, content: Mapping[Any, tuple[Any, int]], file: object, saved: bool
+    content: Mapping[Any, tuple[Any, int]], file: object, saved: bool
 ) -> list[_Assignment]:
     """The assignments of a file, key → (value, line)."""
     return [
-        _Assignment(str(key), value, Origin(f"{file}, line {line}", not saved))
+        _Assignment(str(key), value, f"{file}, line {line}: ", not saved)
         for key, (value, line) in content.items()
     ]
 
@@ -436,9 +406,12 @@ def saved_values(folder: Path) -> dict[Any, tuple[Any, int]]:
 
 def _saved_assignments(config: DictConfig, folder: Path) -> list[_Assignment]:
     """The values of a run's config.yaml, for keys that have their defaults in `config`."""
-    changed_before = set_by_driver(config)
-    values = {k: v for k, v in saved_values(folder).items() if k not in changed_before}
-    return _assignments(config, values, folder / CONFIG_FILE, saved=True)
+    now: Any = OmegaConf.to_container(config)
+    defaults = defaults_of(schema(config))
+    values = {
+        k: v for k, v in saved_values(folder).items() if k not in now or now[k] == defaults.get(k)
+    }
+    return _assignments(values, folder / CONFIG_FILE, saved=True)
 
 
 def _after(config: DictConfig, assignments: Iterable[_Assignment]) -> DictConfig:
@@ -455,9 +428,9 @@ def _apply(config: DictConfig, assignments: Iterable[_Assignment]) -> None:
     """
     for assignment in sorted(assignments, key=lambda a: a.name not in config):
         key = assignment.name
-        lost = key not in config and key.startswith(OPTION) and not assignment.source.explicit
+        lost = key not in config and key.startswith(OPTION) and not assignment.explicit
         if not lost or _has_own_row(schema(config), config):
-            assignment.apply(config)
+            assign(config, assignment.key, assignment.value, assignment.place)
 
 
 def path_of_driver(folder: Any) -> str | None:
@@ -498,10 +471,10 @@ def changed(values: Mapping[str, Any], kind: type[Any]) -> str:
     return "\n".join(lines)
 
 
-def assign(config: DictConfig, key: str, value: Any, source: str = "") -> None:
+def assign(config: DictConfig, key: str, value: Any, place: str = "") -> None:
     """Set config[key], where key may be dotted. A list or mapping replaces the previous one.
 
-    Raises BadInput, with a text that begins with `source`, for an unknown key or a wrong type.
+    Raises BadInput, with a text that begins with `place`, for an unknown key or a wrong type.
     """
     kinds = {f.name: f.type for f in dataclasses.fields(schema(config))}
     name, *inside = key.split(".")
@@ -516,8 +489,8 @@ def assign(config: DictConfig, key: str, value: Any, source: str = "") -> None:
         hint = f"did you mean {' or '.join(close)}?" if close else "--help lists the keys"
         if key.startswith(OPTION) and not within:
             hint += " (an option of a row of your own needs optimizer=package.module:name)"
-        raise BadInput(f'{source}key "{key}" is unknown; {hint}')
-    wrong_type = BadInput(f"{source}{key}={shown_value(value)}: use {_type_name(kind)}")
+        raise BadInput(f'{place}key "{key}" is unknown; {hint}')
+    wrong_type = BadInput(f"{place}{key}={shown_value(value)}: use {_type_name(kind)}")
     is_bool = kind in (bool, bool | None)
     if is_bool and isinstance(value, (int, float)) and value not in (0, 1):
         raise wrong_type  # OmegaConf takes any number for true

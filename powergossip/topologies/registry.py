@@ -26,9 +26,7 @@ from powergossip.topologies.time_varying import (
     round_robin,
 )
 from powergossip.topologies.topology import Topology
-from powergossip.topologies.weights import (
-    Weights,
-)
+from powergossip.topologies.weights import Weights
 
 TOPOLOGIES: dict[str, Callable[..., Topology]] = {  # name → function(n_workers, seed, **options)
     **UNDIRECTED,

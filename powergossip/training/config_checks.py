@@ -77,21 +77,15 @@ def checked(
     file = c.distributed_init_file
     ok = file is None or connects or c.evaluate_only
     checks.check("distributed_init_file", file, ok, "distributed_backend=gloo or nccl with it")
-    for key, needed, ok in (
-        ("rank", "distributed_init_file", file is not None),
-        ("decentralized_data_shuffled_ratio", "use_decentralized_data", c.use_decentralized_data),
+    ratio, sorts = c.decentralized_data_shuffled_ratio, c.use_decentralized_data
+    for prefix, needed, ok in (
+        ("rank", "distributed_init_file", file is not None or not c.rank),
+        ("decentralized_data_shuffled_ratio", "use_decentralized_data", sorts or not ratio),
+        ("adam_", "local_optimizer=adamw or muon", c.local_optimizer in ("adamw", "muon")),
+        ("muon_", "local_optimizer=muon", c.local_optimizer == "muon"),
     ):
-        value = getattr(c, key)
-        checks.check(
-            key, value, ok or not value or key not in (explicit or ()), f"{needed} with it"
-        )
-    for key in ("adam_beta1", "adam_beta2", "adam_epsilon"):
-        ok = c.local_optimizer in ("adamw", "muon") or key not in (explicit or ())
-        checks.check(key, getattr(c, key), ok, "local_optimizer=adamw or muon with it")
-    for key in (key for key in explicit or () if key.startswith("muon_")):
-        checks.check(
-            key, getattr(c, key), c.local_optimizer == "muon", "local_optimizer=muon with it"
-        )
+        for key in (key for key in explicit or () if key.startswith(prefix)):
+            checks.check(key, getattr(c, key), ok, f"{needed} with it")
     if c.lr_schedule == "cosine" and "lr_schedule_milestones" in (explicit or ()):
         none = not c.lr_schedule_milestones
         checks.check("lr_schedule_milestones", c.lr_schedule_milestones, none, "[] with cosine")
@@ -190,7 +184,7 @@ def _check_values(c: Settings, given: Mapping[str, Any]) -> None:
         )
 
     def require(key: str, ok: Callable[[Any], bool], accepted: str) -> None:
-        checks.require(vars(c), key, ok, accepted)
+        checks.check(key, getattr(c, key), ok(getattr(c, key)), accepted)
 
     require("max_steps_per_epoch", lambda v: v is None or v >= 1, "1 or more, or null for all")
     require(
@@ -343,7 +337,7 @@ def shared_keys(optimizer: str) -> dict[str, str]:
         optimizer, torch_powersgd.DDPHook
     )
     bound = row.keywords if isinstance(row, partial) else {}
-    of_script = not options.is_of_library(row.func if isinstance(row, partial) else row)
+    of_script = not options.are_of_library(row)
     names = ("seed",) if of_script and optimizer in algorithms.AVERAGING else OWN_KEYS
     own = options.parameters(row)  # without a compressor's
     return {name: OWN_KEYS[name] for name in names if name in own and name not in bound}

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from powergossip import kernels, tasks, topologies
-from powergossip.network import Losses, Network, Processes, choose_device
+from powergossip.network import Network, Processes, choose_device
 from powergossip.network.processes import OF_FILES
 from powergossip.parameters import Parameters
 from powergossip.runs import configuration
@@ -17,7 +17,6 @@ from powergossip.training.ending import Agreement
 from powergossip.training.execution import AtRest, Computation, Execution, Together
 from powergossip.training.gradients import Gradients
 from powergossip.training.methods import check_method, make_method
-from powergossip.training.state import Parts
 from powergossip.training.task_check import check_first_batch, data_facts, equalize, model_facts
 
 
@@ -28,7 +27,6 @@ class Built:
     Attributes:
         metric: Main metric of a task that has its own, or None.
         hint: Sentence for the start of the run.
-        state: State of all parts, in a checkpoint.
     """
 
     run: Computation
@@ -36,7 +34,6 @@ class Built:
     metric: dict[str, Any] | None
     hint: str
     transport: str
-    state: Parts
 
 
 def build(c: Settings, processes: Processes, task: tasks.Task | None) -> Built:
@@ -109,7 +106,7 @@ def build(c: Settings, processes: Processes, task: tasks.Task | None) -> Built:
         )
         execution = _make_execution(run, links)
     metric = main and {"name": main.name, "larger_is_better": main.larger_is_better}
-    return Built(run, execution, metric, hint, found, Parts(run, execution.parts))
+    return Built(run, execution, metric, hint, found)
 
 
 def _make_execution(run: Computation, links: Any) -> Execution:
@@ -130,7 +127,11 @@ def make_network(c: Settings, processes: Processes, measure: Clock) -> Network:
     device = choose_device(c.device, processes.local_rank)
     if c.torch_compile and not c.evaluate_only:
         precision.check_compiler(device)
-    stage = {"on": False, "off": True, "auto": None}[c.cuda_aware]
+    stage, losses = {"on": False, "off": True, "auto": None}[c.cuda_aware], None
+    if c.one_way:
+        from powergossip.training.edge_options import losses_of
+
+        losses = losses_of(c)
     return Network(
         topology,
         processes,
@@ -138,17 +139,8 @@ def make_network(c: Settings, processes: Processes, measure: Clock) -> Network:
         stage,
         measure=measure,
         all_reduce=c.all_reduce,
-        losses=_losses(c),
+        losses=losses,
     )
-
-
-def _losses(c: Settings) -> Losses | None:
-    """The lost messages of push-sum and RelaySGD. Raises BadValue."""
-    if not c.one_way or (c.scenario is None and c.gossip == "synchronous" and not c.survives):
-        return None
-    from powergossip.training.edge_options import losses_of
-
-    return losses_of(c)
 
 
 def transport(network: Network) -> str:

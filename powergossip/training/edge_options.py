@@ -15,10 +15,9 @@ from powergossip.training.config_checks import errors_name_keys
 
 
 def losses_of(c: Settings) -> Losses | None:
-    """The lost messages of a method without exchanges. Raises BadValue for other scenarios."""
-    if c.one_way and c.survives:
-        raise BadValue("on_worker_loss", c.on_worker_loss, f"end with {c.one_way}")
-    if not c.one_way or (c.scenario is None and c.gossip == "synchronous"):
+    """The lost messages of push-sum or RelaySGD. Raises BadValue for other scenarios."""
+    checks.check("on_worker_loss", c.on_worker_loss, not c.survives, f"end with {c.one_way}")
+    if c.scenario is None and c.gossip == "synchronous":
         return None
     drawn = scenario.read(c.scenario or {}, c.n_workers, c.seed)
     checks.check("gossip", c.gossip, c.gossip == "synchronous", f"synchronous with {c.one_way}")

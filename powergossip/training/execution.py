@@ -13,7 +13,6 @@ from powergossip.runs.clock import Clock, Stopwatch
 from powergossip.runs.metrics import Hooks
 from powergossip.runs.signals import Signals
 from powergossip.tasks import Task
-from powergossip.training import facts
 from powergossip.training.config import Settings
 from powergossip.training.ending import Agreement
 from powergossip.training.gradients import Gradients
@@ -75,7 +74,7 @@ class Execution:
 
     def facts(self) -> dict[str, Any]:
         """Facts about the method, for info.json."""
-        return {"start_iteration": facts.start_iteration(self.rule)}
+        return {"start_iteration": getattr(self.rule, "start_iteration", None)}
 
     @property
     def codes(self) -> Sequence[DifferenceCode]:

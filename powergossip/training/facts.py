@@ -6,7 +6,6 @@ from typing import Any
 import torch
 
 from powergossip import kernels
-from powergossip.algorithms.torch_powersgd import DDPHook
 from powergossip.network import Network, cuda_aware_mpi
 from powergossip.parameters import Parameters
 from powergossip.tasks import Task
@@ -36,8 +35,3 @@ def task_facts(task: Task, parameters: Parameters) -> dict[str, Any]:
     found |= getattr(task, "facts", {})
     counts = task.label_counts()
     return found if counts is None else {**found, "label_counts": counts.tolist()}
-
-
-def start_iteration(rule: Any) -> int | None:
-    """The first step with compression, of PyTorch's hooks."""
-    return rule.start_iteration if isinstance(rule, DDPHook) else None

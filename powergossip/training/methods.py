@@ -27,7 +27,8 @@ class Learner(NamedTuple):
 
     local: LocalOptimizer
     rule: learning.Learning
-    at_epoch: Callable[[float], None]  # to be called before each step, with the fractional epoch
+    # To be called before each step, with the fractional epoch. Most methods have no such options.
+    at_epoch: Callable[[float], None] = lambda _: None
 
 
 def make_averaging(c: Settings, network: Network, layout: Layout) -> algorithms.Averaging:
@@ -135,7 +136,7 @@ def _hook_learner(
             weight_decay=local.coupled_decay,
             clip=c.gradient_clipping,
         )
-    return Learner(local, rule, _constant)
+    return Learner(local, rule)
 
 
 def _gradient_learner(c: Settings, network: Network, parameters: Parameters) -> Learner:
@@ -152,7 +153,7 @@ def _gradient_learner(c: Settings, network: Network, parameters: Parameters) -> 
             weight_decay=local.coupled_decay,
             clip=c.gradient_clipping,
         )
-        return Learner(local, of_local_steps, _constant)
+        return Learner(local, of_local_steps)
     rule = learning.CentralizedSGD(
         network,
         aggregate,
@@ -176,7 +177,7 @@ def _gossip_learner(c: Settings, network: Network, parameters: Parameters) -> Le
     averaging = partial(make_averaging, c, network)
     decay, clip = local.coupled_decay, c.gradient_clipping
     workers = learning.Workers(network, averaging, parameters, local, decay, clip)
-    return Learner(local, learning_rule(c, workers), _constant)
+    return Learner(local, learning_rule(c, workers))
 
 
 def local_optimizer(c: Settings, parameters: Parameters) -> LocalOptimizer:
@@ -190,10 +191,6 @@ def learning_rule(c: Settings, workers: learning.Workers, **options: Any) -> lea
     """The learning rule of the configuration, with other values of some options."""
     with errors_name_learning_options(c):
         return c.method.with_learning(**options).learning_rule(workers)
-
-
-def _constant(epoch: float) -> None:
-    """Change nothing: the options of most methods are the same in all epochs."""
 
 
 def _guided_start(c: Settings, steps_per_epoch: int) -> int:

@@ -65,7 +65,7 @@ class Recorder:
         _now, ending = self, None
         try:
             self._open(trainer)
-            trainer.begin(self.folder)
+            trainer.execution.begin(self.folder)
             yield
             missing = trainer.execution.missing
             if missing and trainer.processes.is_first:

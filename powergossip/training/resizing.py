@@ -22,11 +22,14 @@ push-sum's, which conserves Σ w_j x_j, and begin as 1 again. For all other meth
 Residuals of compressed gradients are shifted in the same way, since they are updates still to come.
 Running statistics and moments are not, because some of them must not become negative.
 
+Of a run that has lost workers, the others stay. They also keep their indices if the run goes on
+with the same number of workers, and a new worker takes the place of each lost one.
+
 All sums are in double precision and in the order of the workers, and therefore equal to the bit in
 all processes and for any layout of processes before and after.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,30 +77,47 @@ class Conversion:
     """Converts a checkpoint of n workers to the state of the hosted workers of m, part by part.
 
     Args:
-        before: Number n of workers.
+        before: Number of workers at the start of the run.
+        present: The n workers in the checkpoint.
     """
 
-    def __init__(self, before: int, start: Start):
-        self._start, self._n = start, before
-        self._old = len(_staying(start.workers, before))
-        self._kept, self._conserved = (_Rows(before, start) for _ in range(2))
+    def __init__(self, before: int, present: Collection[int], start: Start):
+        self._start, m, old = start, start.n_workers, sorted(present)
+        # Worker → its index in the checkpoint, or None for a new one.
+        self._places: dict[int, int | None] = (
+            {worker: worker if worker in present else None for worker in range(m)}
+            if m == before
+            else {worker: old[worker] if worker < len(old) else None for worker in range(m)}
+        )
+        self._kept, self._conserved = (
+            _Rows(self._places, start.workers, len(old)) for _ in range(2)
+        )
         self._run_facts: dict[str, Any] = {}
         self._round = 0
 
     def add(self, workers: range, state: Tree) -> None:
         """Add the next part: the state of these workers."""
-        self._run_facts = {name: state[name] for name in _OF_RUN}
-        self._round = state["network"]["round"]
         rule, algorithm = self._start.rule, state["algorithm"]
         # Of push-sum, over any learning rule.
         weights = algorithm.get("averaging", {}).get("weights", torch.ones(len(workers), 1))
         kept = {name: state[name] for name in _KEPT}
-        kept["network"] = {name: state["network"][name] for name in _COUNTERS}
         kept["algorithm"] = {name: algorithm[name] for name in rule.kept if name in algorithm}
         rule_state = {name: algorithm[name] for name in rule.conserved if name in algorithm}
-        conserved = {"x": state["x"], "algorithm": rule_state}
-        self._kept.add(workers, kept, torch.ones(len(workers), 1))
-        self._conserved.add(workers, conserved, weights)
+        self._add(workers, state, kept, {"algorithm": rule_state}, weights)
+
+    def _add(
+        self,
+        workers: range,
+        state: Tree,
+        kept: dict[str, Tree],
+        conserved: dict[str, Tree],
+        weights: Tensor,
+    ) -> None:
+        self._run_facts = {name: state[name] for name in _OF_RUN}
+        self._round = state["network"]["round"]
+        counters = {name: state["network"][name] for name in _COUNTERS}
+        self._kept.add(workers, {**kept, "network": counters}, torch.ones(len(workers), 1))
+        self._conserved.add(workers, {**conserved, "x": state["x"]}, weights)
 
     def state(self, steps_per_epoch: int) -> dict[str, Any]:
         """The state for Trainer.load_state_dict, once all parts are added.
@@ -108,48 +128,62 @@ class Conversion:
             steps_per_epoch: Steps of an epoch in the checkpoint.
         """
         run, length = self._run_facts, self._start.steps_per_epoch
-        kept, conserved = self._kept.values(), self._conserved.values(conserved=True)
         step = int(run["step_in_epoch"] * length // steps_per_epoch)
-        if isinstance(self._start.rule, Copies):
-            self._start.rule.begin_at(self._conserved.mean("x"))
-        fresh = self._start.state()
+        kept, conserved = self._kept.values(), self._conserved.values(conserved=True)
         for counter in kept["network"].values():
-            counter[self._old :] = 0
-        ratio = step / max(run["step_in_epoch"], 1)
+            for row, worker in enumerate(self._start.workers):
+                if self._places[worker] is None:
+                    counter[row] = 0
+        found = self._parts(kept, conserved, step)
         return {
-            **fresh,
-            **{name: kept[name] for name in _KEPT},
+            **found,
             "x": conserved["x"],
             "epoch": run["epoch"],
             "step_in_epoch": step,
             "step": run["epoch"] * length + step,
-            "sums": map_tensors(lambda sums: sums * ratio, kept["sums"]) if step else {},
-            "algorithm": {**fresh["algorithm"], **kept["algorithm"], **conserved["algorithm"]},
-            "network": {**fresh["network"], "round": self._round, **kept["network"]},
+            "network": {**found.get("network", {}), "round": self._round, **kept["network"]},
             "seconds": run["seconds"],
             "phases": run["phases"],
         }
 
+    def _parts(self, kept: Tree, conserved: Tree, step: int) -> dict[str, Any]:
+        """The state of the parts of a run that begins at this step of an epoch."""
+        if isinstance(self._start.rule, Copies):
+            self._start.rule.begin_at(self._conserved.mean("x"))
+        fresh, ratio = self._start.state(), step / max(self._run_facts["step_in_epoch"], 1)
+        return {
+            **fresh,
+            **{name: kept[name] for name in _KEPT},
+            "sums": map_tensors(lambda sums: sums * ratio, kept["sums"]) if step else {},
+            "algorithm": {**fresh["algorithm"], **kept["algorithm"], **conserved["algorithm"]},
+        }
+
 
 class _Rows:
-    """Rows of the hosted workers of a tree of tensors [worker, ...], and sums over all workers."""
+    """Rows of the hosted workers of a tree of tensors [worker, ...], and sums over all workers.
 
-    def __init__(self, before: int, start: Start):
-        self._n, self._m = before, start.n_workers
-        self._bounds = start.workers.start, start.workers.stop
-        self._new = len(start.workers) - len(_staying(start.workers, before))
-        self._rows: list[Tree] = []
-        self._total: Tree = None  # Σ_{j<n} w_j x_j
-        self._staying: Tree = None  # Σ_{j<min(n, m)} x_j
+    Args:
+        places: Worker → its index in the checkpoint, or None for a new one.
+        before: Number n of workers in the checkpoint.
+    """
+
+    def __init__(self, places: Mapping[int, int | None], hosted: range, before: int):
+        self._m, self._hosted = len(places), [places[worker] for worker in hosted]
+        self._stay = {place for place in places.values() if place is not None}
+        self._leave = len(self._stay) < before
+        self._rows: dict[int, Tree] = {}  # of the hosted workers that stay, and the first one
+        self._total: Tree = None  # Σ_j w_j x_j
+        self._staying: Tree = None  # Σ x_j of those that stay
         self._weight, self._weighted = 0.0, False  # Σ_j w_j, and whether one is not 1
 
     def add(self, workers: range, tree: Tree, weights: Tensor) -> None:
         """Add rows of the next workers, with weights [worker, 1] in the mean."""
         w = weights.flatten().tolist()
-        first, stop = (min(max(i - workers.start, 0), len(workers)) for i in self._bounds)
-        rows = rows_of(tree, slice(first, stop))
-        self._rows.append(map_tensors(Tensor.clone, rows))
-        staying = [float(worker < self._m) for worker in workers]
+        for row, worker in enumerate(workers):
+            if worker in self._hosted or not self._rows:
+                own = rows_of(tree, slice(row, row + 1))
+                self._rows[worker] = map_tensors(Tensor.clone, own)
+        staying = [float(worker in self._stay) for worker in workers]
         self._total = _added(self._total, tree, w)
         self._staying = _added(self._staying, tree, staying)
         self._weight += sum(w)
@@ -166,23 +200,23 @@ class _Rows:
         Args:
             conserved: True if all rows are shifted, so that their mean is the one before.
         """
-        rows = join(self._rows)
+        first, shifts = next(iter(self._rows.values())), self._leave or self._weighted
 
-        def extended(row: Tensor, total: Tensor, staying: Tensor) -> Tensor:
-            if not row.ndim:
-                return row
-            mean = total / self._weight
-            found = torch.cat([row.double(), mean.expand(self._new, *mean.shape)])
-            if conserved and (self._m < self._n or self._weighted):
-                found += mean - (staying + max(self._m - self._n, 0) * mean) / self._m
-            return found.to(row.dtype) if row.is_floating_point() else found.round().to(row.dtype)
+        def value(place: int | None) -> Tree:
+            def of(row: Tensor, total: Tensor, staying: Tensor) -> Tensor:
+                if not row.ndim:
+                    return row
+                mean = total / self._weight
+                found = mean[None] if place is None else row.double()
+                if conserved and shifts:
+                    new = self._m - len(self._stay)
+                    found = found + (mean - (staying + new * mean) / self._m)
+                return (found if row.is_floating_point() else found.round()).to(row.dtype)
 
-        return map_tensors(extended, rows, self._total, self._staying)
+            row = first if place is None else self._rows[place]
+            return map_tensors(of, row, self._total, self._staying)
 
-
-def _staying(workers: range, before: int) -> range:
-    """The workers of this range that were there before."""
-    return range(workers.start, max(workers.start, min(workers.stop, before)))
+        return join([value(place) for place in self._hosted])
 
 
 def _added(total: Tree, tree: Tree, weights: list[float]) -> Tree:

@@ -103,8 +103,8 @@ def load_checkpoint(
                 f"the documents have changed since the checkpoint in {folder} (SHA-256 of the "
                 f"tokens {data}, was {facts['data']}); restore them, or use another --output-dir"
             )
-    saved_workers = sum(stop - first for first, stop in (p["workers"] for p in entry["parts"]))
-    lost = saved_workers < before
+    found = {worker for part in entry["parts"] for worker in range(*part["workers"])}
+    saved_workers, lost = len(found), len(found) < before
     if lost and before == config.n_workers and not processes.can_be_lost:
         with processes.agreed():
             _check_evaluated_alone(folder, config, processes, saved_workers)
@@ -121,9 +121,9 @@ def load_checkpoint(
     if lost or processes.can_be_lost:
         from powergossip.training.asynchronous.resuming import Restart
 
-        conversion = Restart(before, start)
+        conversion = Restart(before, found, start)
     else:
-        conversion = resizing.Conversion(before, start)
+        conversion = resizing.Conversion(before, found, start)
 
     def add(workers: range, state: dict[str, Any]) -> None:
         _check_same_model(folder, state, parameters)

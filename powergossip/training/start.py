@@ -18,11 +18,6 @@ from powergossip.training.definition import definition
 from powergossip.training.methods import check_method
 from powergossip.training.trainer import Trainer
 
-OF_FOLDERS = (
-    "{key}: process 0 has a run to resume ({first}), and process {process} ({other}); give all of "
-    "them their folders of this run with --output-dir"
-)
-
 
 @dataclass(frozen=True)
 class NewRun:

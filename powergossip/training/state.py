@@ -1,81 +1,56 @@
 """The state of the hosted models and of a run in a checkpoint. Tensors are [worker, ...]."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from powergossip.parameters import Parameters
 from powergossip.runs.clock import PhaseTime
-from powergossip.tasks import Task
 from powergossip.training.execution import Computation
 from powergossip.trees import Stateful, map_tensors
 
 
-@dataclass(frozen=True)
-class Parts:
-    """The parts of a run that have state.
+def run_state(run: Computation, method: Mapping[str, Stateful]) -> dict[str, Any]:
+    """The state of the models and of all parts of a run.
 
-    Attributes:
+    Args:
         method: Parts by their names in the state: local optimizer and learning rule, or events.
     """
-
-    run: Computation
-    method: Mapping[str, Stateful]
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state of all parts."""
-        return {
-            **model_state(self.run.task, self.run.parameters),
-            **{name: part.state_dict() for name, part in self.method.items()},
-            "network": self.run.network.state_dict(),
-            "batched_gradients": self.run.gradients.are_batched,
-            "phases": {
-                name: [spent.instances, spent.total, spent.squares]
-                for name, spent in self.run.clock.phases.items()
-            },
-        }
-
-    def load_state_dict(self, saved: Mapping[str, Any], with_method: bool) -> None:
-        """Restore the state returned by `state_dict()`: for an evaluation, without the method's."""
-        load_models(self.run.task, self.run.parameters, saved)
-        if with_method:
-            self.run.gradients.resume(saved["batched_gradients"])
-            device = self.run.parameters.x.device
-            for name, part in self.method.items():
-                part.load_state_dict(map_tensors(partial(_moved, device), saved[name]))
-        self.run.network.load_state_dict(saved["network"])
-        for name, values in saved["phases"].items():
-            self.run.clock.phases[name] = PhaseTime(*values)
-
-
-def _moved(device: torch.device, tensor: Tensor) -> Tensor:
-    return tensor.to(device)
-
-
-def model_state(task: Task, parameters: Parameters) -> dict[str, Any]:
-    """Parameters, buffers and the state that a model carries from batch to batch."""
-    integer_buffers = [_integer_buffers(model) for model in parameters.models]
+    task, models = run.task, run.parameters.models
     return {
-        "x": parameters.x,
-        "buffers": parameters.buffers,
-        "whole_number_buffers": _stacked(integer_buffers),
-        "carried": _stacked([task.carried(model) for model in parameters.models]),
+        "x": run.parameters.x,
+        "buffers": run.parameters.buffers,
+        "whole_number_buffers": _stacked([_integer_buffers(model) for model in models]),
+        "carried": _stacked([task.carried(model) for model in models]),
+        **{name: part.state_dict() for name, part in method.items()},
+        "network": run.network.state_dict(),
+        "batched_gradients": run.gradients.are_batched,
+        "phases": {
+            name: [spent.instances, spent.total, spent.squares]
+            for name, spent in run.clock.phases.items()
+        },
     }
 
 
-def load_models(task: Task, parameters: Parameters, state: Mapping[str, Any]) -> None:
-    """Restore the state returned by `model_state()`, on any device."""
-    parameters.x.copy_(state["x"])
-    parameters.buffers.copy_(state["buffers"])
-    device = parameters.x.device
-    for i, model in enumerate(parameters.models):
+def load_run(
+    run: Computation, method: Mapping[str, Stateful], saved: Mapping[str, Any], with_method: bool
+) -> None:
+    """Restore the state of `run_state`, on any device: for an evaluation, without the method's."""
+    run.parameters.x.copy_(saved["x"])
+    run.parameters.buffers.copy_(saved["buffers"])
+    device = run.parameters.x.device
+    for i, model in enumerate(run.parameters.models):
         for name, buffer in _integer_buffers(model).items():
-            buffer.copy_(state["whole_number_buffers"][name][i])
-        task.carry(model, {k: v[i].to(device) for k, v in state["carried"].items()})
+            buffer.copy_(saved["whole_number_buffers"][name][i])
+        run.task.carry(model, {k: v[i].to(device) for k, v in saved["carried"].items()})
+    if with_method:
+        run.gradients.resume(saved["batched_gradients"])
+        for name, part in method.items():
+            part.load_state_dict(map_tensors(lambda tensor: tensor.to(device), saved[name]))
+    run.network.load_state_dict(saved["network"])
+    for name, values in saved["phases"].items():
+        run.clock.phases[name] = PhaseTime(*values)
 
 
 def _integer_buffers(model: nn.Module) -> dict[str, Tensor]:

@@ -112,7 +112,7 @@ def check_first_batch(
         _check_numbers(means, f"{name}, {split} data")
         with users_code(f"the derived metrics of {name}"):
             derived = task.derived(means)
-        _check_types(derived, f"{name}, {split} data")
+        _check_numbers(derived, f"{name}, {split} data", finite=False)
         replaced = {key for key in means.keys() & derived if means[key] != derived[key]}
         for key in sorted(replaced | TAKEN & {*metrics, *means, *derived}):
             raise ValueError(f'{name}: a metric is called "{key}", as another row; rename it')
@@ -141,18 +141,12 @@ def _dtypes_named(name: str, model: nn.Module, batch: Any) -> Iterator[None]:
         ) from error
 
 
-def _check_numbers(values: Mapping[str, Any], place: str) -> None:
-    """Raise ValueError unless these are finite scalars."""
-    _check_types(values, place)
-    for name, value in values.items():
-        if not math.isfinite(float(value)):
-            raise ValueError(f"{place}: {name} is {float(value)}; use one that is finite")
-
-
-def _check_types(values: Mapping[str, Any], place: str) -> None:
-    """Raise ValueError unless these are scalars."""
+def _check_numbers(values: Mapping[str, Any], place: str, finite: bool = True) -> None:
+    """Raise ValueError unless these are scalars, and `finite`."""
     for name, value in values.items():
         shape = list(value.shape) if isinstance(value, Tensor) else []
         if shape or not isinstance(value, (Real, Tensor)):
             found = f"has the shape {shape}" if shape else f"is a {type(value).__name__}"
             raise ValueError(f"{place}: {name} {found}; use a number, the mean over the batch")
+        if finite and not math.isfinite(float(value)):
+            raise ValueError(f"{place}: {name} is {float(value)}; use one that is finite")

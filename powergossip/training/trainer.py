@@ -23,6 +23,7 @@ from powergossip.training.merging import merge
 from powergossip.training.methods import diffusion_rate
 from powergossip.training.position import Position
 from powergossip.training.resuming import load_checkpoint
+from powergossip.training.state import load_run, run_state
 from powergossip.trees import map_tensors
 
 
@@ -106,10 +107,6 @@ class Trainer:
     def is_complete(self) -> bool:
         """True after the last step."""
         return bool(self.position.epoch >= self.config.num_epochs)
-
-    def begin(self, folder: Path) -> None:
-        """Prepare for the first step, with files in the folder of the run."""
-        self.execution.begin(folder)
 
     def train(
         self,
@@ -227,7 +224,7 @@ class Trainer:
     def state_dict(self, position: tuple[int, int, Mapping[str, Tensor]]) -> dict[str, Any]:
         """Everything that the next step depends on. Tensors are [worker, ...]."""
         (epoch, step, sums), view = position, self.execution.view
-        return self._built.state.state_dict() | {
+        return run_state(self._built.run, self.execution.parts) | {
             "step": self.step,
             "epoch": epoch,
             "step_in_epoch": step,
@@ -241,7 +238,8 @@ class Trainer:
         moved = partial(map_tensors, lambda tensor: tensor.to(self.network.device))
         self.execution.step = saved["step"]
         self.position = Position(saved["epoch"], saved["step_in_epoch"], moved(saved["sums"]))
-        self._built.state.load_state_dict(saved, with_method=not self.config.evaluate_only)
+        with_method = not self.config.evaluate_only
+        load_run(self._built.run, self.execution.parts, saved, with_method)
         self.execution.restore(saved.get("alive", range(self.config.n_workers)))
         self.execution.watch.before = saved["seconds"]
 

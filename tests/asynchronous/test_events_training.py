@@ -220,7 +220,7 @@ OTHER_RUNS: list[tuple[dict[str, Any], str]] = [
 def test_a_replay_fits_the_recorded_run(tmp_path):
     values = {**OF_EDGES, **METHODS["plain"], "max_steps_per_epoch": 2, "num_epochs": 1}
     run = built(**values, gossip="asynchronous", record_order=True)
-    run.begin(tmp_path)
+    run.execution.begin(tmp_path)
     run.train()
     file, text = tmp_path / "order.jsonl", (tmp_path / "order.jsonl").read_text()
     replay: dict[str, Any] = {"scenario": {"replay": str(file)}}

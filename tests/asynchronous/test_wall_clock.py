@@ -116,7 +116,7 @@ def test_the_order_of_late_exchanges_can_be_replayed(method, with_ulfm, tmp_path
     folder = Path(processes().broadcast(str(tmp_path)))
     values, rows = TINY | method, list[dict[str, Any]]()
     run = built(recording(rows), **values, record_order=True)
-    run.begin(folder)
+    run.execution.begin(folder)
     run.train()
     run.end()
     assert processes().sum(run.network.messages.sum()) > 0

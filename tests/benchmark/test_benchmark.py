@@ -84,7 +84,7 @@ def test_what_an_entry_may_not_have(settings: object, sentence: str, tmp_path: P
         ("NAME = 'd-psgd'", 'NAME is "d-psgd", an entry of the library'),
         ("def wrong():\n    return 1 / 0\n\nwrong()", "mine.py, line 2: ZeroDivisionError"),
         ("import sys\nimport nonsense", "mine.py, line 2: ModuleNotFoundError: No module named"),
-        ("[", r"mine.py: SyntaxError: '\[' was never closed \(mine.py, line 1\)"),
+        ("[", r"mine.py, line 1: SyntaxError: '\[' was never closed \(mine.py, line 1\)"),
     ],
 )
 def test_what_a_file_may_not_do(code: str, sentence: str, tmp_path: Path) -> None:
@@ -499,7 +499,7 @@ def test_a_setting_makes_trial_steps(task: str, monkeypatch: pytest.MonkeyPatch)
     ("line", "sentence"),
     [
         ("assert x.dim() == 3", r"fails in .*mine.py, line 10: AssertionError: $"),
-        ("import sys; sys.exit(0)", "fails, line 10: SystemExit: 0$"),
+        ("import sys; sys.exit(0)", "fails in .*mine.py, line 10: SystemExit: 0$"),
         ("x.view(3)", r"fails in .*mine.py, line 10: RuntimeError: shape '\[3\]' is invalid"),
     ],
 )

@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 
 from powergossip import topologies
 from powergossip.events import scenario
-from powergossip.events.members import Members, dead, matrix, union, without
+from powergossip.events.members import Members, dead, union, without
 from powergossip.events.virtual_clock import VirtualClock
 from tests.harness.exchanging import (
     averaging_clock,
     learners,
     learning_clock,
+    matrix,
     settled,
     start,
     sum_of_unapplied,

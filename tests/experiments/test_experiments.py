@@ -456,12 +456,11 @@ def test_configurations_are_accepted(name: str) -> None:
         keys = [
             key for key in keys if not key.startswith("pace=")
         ]  # of experiments/slow_gradients.py
-        given = configuration.read_command_line(config, keys, "").given
+        explicit = configuration.read_command_line(config, keys, "").explicit
         processes = Processes()
         processes.size = run.processes
         processes.transport = "mpi" if run.processes > 1 else processes.transport
         if module is train:
-            explicit = [key for key, source in given.items() if source.explicit]
             checked(config, processes, explicit)
         else:
             gossip_run.checked(config, processes)

@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -11,7 +12,7 @@ from powergossip import algorithms
 from powergossip import options as _options
 from powergossip.algorithms import learning as rules
 from powergossip.events import averaging, scenario
-from powergossip.events.members import Members, View
+from powergossip.events.members import Members, View, Weights
 from powergossip.events.virtual_clock import VirtualClock
 from powergossip.events.worker import Policy, Worker
 from powergossip.network import Network
@@ -46,6 +47,18 @@ def start(workers: int, dtype: torch.dtype, seed: int = 0, shapes: Any = SHAPES)
     size = Layout(shapes).size
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(workers, size, dtype=torch.float64, generator=generator).to(dtype)
+
+
+def matrix(weights: Weights) -> np.ndarray:
+    """W of the workers alive, in ascending order: float64 [worker, worker]."""
+    alive = sorted(weights)
+    place = {worker: index for index, worker in enumerate(alive)}
+    W = np.zeros((len(alive), len(alive)))
+    for i, row in weights.items():
+        for j, w in row.items():
+            W[place[i], place[j]] = w
+    np.fill_diagonal(W, 1 - W.sum(1))
+    return W
 
 
 def made(

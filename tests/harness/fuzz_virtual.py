@@ -31,7 +31,7 @@ import train
 from powergossip import topologies
 from powergossip.errors import Diverged, Interrupted
 from powergossip.events import event_log
-from powergossip.events.members import Members, dead, matrix
+from powergossip.events.members import Members, dead
 from powergossip.events.virtual_clock import VirtualClock
 from powergossip.events.worker import Worker
 from powergossip.network import processes
@@ -39,7 +39,7 @@ from powergossip.runs.checkpoints import Checkpoints
 from powergossip.training.asynchronous import OnVirtualClock
 from powergossip.training.config_checks import checked
 from powergossip.training.trainer import Trainer
-from tests.harness.exchanging import settled, sum_of_unapplied
+from tests.harness.exchanging import matrix, settled, sum_of_unapplied
 from tests.harness.fuzz_cases import Case, Fault, require
 from tests.harness.training import recording
 

@@ -35,6 +35,7 @@ from powergossip.network import (
 from powergossip.network import (
     launch as launching,
 )
+from powergossip.network.device_channel import Connection
 from powergossip.network.processes import in_parts
 from powergossip.network.torch import channels
 from powergossip.network.torch.channels import GlooChannel, NCCLChannel, Waiters
@@ -425,12 +426,13 @@ def test_batches_have_one_global_order(
     channel: Any = GlooChannel(comm.gloo, direct=True, in_order=True)
     if kind == "nccl":
         channel = NCCLChannel(comm.gloo, comm.torch_group("gloo"), cpu)
+    connection = Connection(comm, cpu, channel=channel)
     batches = record(comm.gloo)
     for name in ("ring", "one-peer-exponential", "star", "round-robin"):
         topology = topologies.make(name, hosted * comm.size)
-        check_sums(Network(topology, comm, channel=channel))
-        network = Network(topology, comm, channel=channel)
-        other = Network(topology, comm, channel=channel)
+        check_sums(Network(topology, connection=connection))
+        network = Network(topology, connection=connection)
+        other = Network(topology, connection=connection)
         for _ in range(3):
             first, second = network.start(all_kinds(network)), other.start(all_kinds(other))
             for _ in range(comm.rank):

@@ -21,19 +21,6 @@ def test_a_stream_does_not_depend_on_the_other_keys() -> None:
         assert torch.equal(alone, expected)
 
 
-@pytest.mark.parametrize("seed", [0, 3, 2**31, 2**63 - 1, 2**90])
-def test_keys_are_those_of_seed_sequences(seed: int) -> None:
-    random = np.random.default_rng(seed)
-    for length in range(4):
-        ids = [tuple(random.integers(2**32, size=length).tolist()) for _ in range(5)]
-        expected = [
-            randomness.seed_sequence(seed, "edge", *i).generate_state(1, np.uint64)[0] for i in ids
-        ]
-        keys = randomness.keys(seed, "edge", ids)
-        assert keys.numpy().view(np.uint64).tolist() == expected
-    assert randomness.keys(seed, "edge", []).shape == (0,)
-
-
 def test_start_is_an_index_in_the_stream() -> None:
     key = randomness.keys(3, "edge", [(0, 1)])
     whole = randomness.normal(key, 5, (10,))

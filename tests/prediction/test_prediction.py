@@ -15,7 +15,6 @@ from powergossip.prediction import (
     METHODS,
     Cluster,
     Compute,
-    Consensus,
     Phase,
     PredictedMethod,
     Step,
@@ -266,15 +265,15 @@ def test_rounds_of_gossip() -> None:
     """The number of steps of W after which the slowest vector is a tenth."""
     ring = topologies.make("ring", 16)
     slow = torch.cos(2 * math.pi * torch.arange(16) / 16).double()
-    rounds = math.ceil(prediction.consensus(ring).rounds)
+    rounds = math.ceil(prediction.rounds(ring))
     W = torch.from_numpy(ring.rounds[0].matrix().toarray())
     norms = [
         float((torch.linalg.matrix_power(W, k) @ slow).norm()) for k in (0, rounds - 1, rounds)
     ]
     assert norms[2] <= norms[0] / 10 < norms[1]
     for graph, exact in (("fully-connected", 1), ("one-peer-exponential", 4), ("base-graph", 4)):
-        assert prediction.consensus(topologies.make(graph, 16)).rounds == exact
-    assert prediction.consensus(topologies.make("ring", 1)).rounds == 1
+        assert prediction.rounds(topologies.make(graph, 16)) == exact
+    assert prediction.rounds(topologies.make("ring", 1)) == 1
 
 
 def test_models_have_their_parameters() -> None:
@@ -294,7 +293,7 @@ QUICK = ["--workers", "8", "--model", "30x20,20", "--no-measure", "--compute", "
 
 def line(method: str, rounds: float, fidelity: int, took: float) -> program.Line:
     step = Step(seconds=took, compute=0.0, communication=0.0, sent=0.0, messages=0.0)
-    return program.Line(method, "ring", fidelity, step, Consensus(0.5, rounds))
+    return program.Line(method, "ring", fidelity, step, rounds)
 
 
 def test_the_table_has_each_method_on_each_graph(capsys: pytest.CaptureFixture[str]) -> None:

@@ -103,7 +103,7 @@ def check(name: str, network: Network, averaging_name: str, averaging: Averaging
         _check_relays(name, network, averaging_name, averaging)
         return
     if kind not in found.kinds:
-        own = kind is Kind.OTHER and not _options.is_of_library(found)
+        own = kind is Kind.OTHER and not _options.are_of_library(found)
         more = f", or add Kind.OTHER to {found.__name__}.kinds" if own else ""
         reason = _WITHOUT_BIAS if isinstance(averaging, ExactMean) else _REASONS[kind]
         raise ValueError(

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from powergossip.errors import Dropped
@@ -182,10 +181,6 @@ class LiveProcesses(Processes):
 
     def broadcast_array(self, array: np.ndarray) -> None:
         array[...] = self.gather_arrays(array)[0]
-
-    def mean(self, tensor: Tensor) -> Tensor:
-        """The mean over the survivors of a tensor on the CPU, summed by rank."""
-        return torch.from_numpy(self.sum(tensor.detach().numpy()) / self.size)
 
     def start_max(self, values: np.ndarray) -> Callable[[], np.ndarray]:
         return lambda: np.asarray(self.gather_arrays(values).max(0))

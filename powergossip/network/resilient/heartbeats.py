@@ -120,10 +120,8 @@ class Liveness:
         self._counted: dict[int, int] = {}  # the same, at the last call of `lives`
         self._lost: set[int] = set()
         self._interval = worker_timeout / _BEATS
-        self._end, self._thread = (
-            threading.Event(),
-            threading.Thread(target=self._beat, daemon=True),
-        )
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._beat, daemon=True)
         first = next(iter(self._identities.values()))
         everywhere = all(first.sees(of) for of in self._identities.values())
         if everywhere or isinf(worker_timeout) or MPI.Query_thread() < MPI.THREAD_MULTIPLE:

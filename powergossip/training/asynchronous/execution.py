@@ -100,7 +100,7 @@ class OnVirtualClock(Execution):
         self.clock.load_state_dict(whole["clock"])
         for index, of_worker in whole["workers"].items():
             self.workers.load(index, of_worker)
-        self.workers.restore(whole["sums"], whole["last"])
+        self.workers.sums, self.workers.last = whole["sums"], whole["last"]
 
 
 class AcrossProcesses(Execution):
@@ -248,7 +248,7 @@ class AcrossProcesses(Execution):
         self.clock.load_state_dict({w: of_worker["clock"] for w, of_worker in found.items()})
         for index, of_worker in found.items():
             self.workers.load(index, of_worker["worker"])
-        self.workers.restore(_joined([of_worker["sums"] for of_worker in found.values()]))
+        self.workers.sums = _joined([of_worker["sums"] for of_worker in found.values()])
 
     def _begin_anew(self, state: Mapping[str, Any]) -> None:
         """Begin with new edges after a number of steps, see asynchronous/resuming.py."""

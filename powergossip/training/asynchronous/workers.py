@@ -34,6 +34,8 @@ class EdgeWorkers:
     Attributes:
         members: Members of the topology.
         rows: Row of the parameters of each worker.
+        sums: Name → [worker] → sum and count of the metrics since `take_sums`.
+        last: Name → [worker], the metrics of the last epoch.
 
     Raises:
         ValueError: For methods without an edge form.
@@ -50,8 +52,8 @@ class EdgeWorkers:
         self._locals: dict[int, LocalOptimizer] = {}
         self._lost: dict[int, frozenset[int]] = {}  # in the present epoch of a worker
         self._exchanges: averaging.Exchanges | None = None
-        self._sums: dict[str, list[list[float]]] = {}  # name → [worker] → sum and count
-        self._last: dict[str, Tensor] = {}  # name → [worker]
+        self.sums: dict[str, list[list[float]]] = {}
+        self.last: dict[str, Tensor] = {}
         self.rows = {worker: row for row, worker in enumerate(network.workers)}
 
     # --- For a clock ---
@@ -79,7 +81,7 @@ class EdgeWorkers:
         self._parameters.grad[row].zero_()
         n, lost = len(self.rows), self._lost[worker]
         for name, value in self._gradient(worker, epoch, step, steps, lost).items():
-            pair = self._sums.setdefault(name, [[0.0, 0] for _ in range(n)])[row]
+            pair = self.sums.setdefault(name, [[0.0, 0] for _ in range(n)])[row]
             pair[0] += float(value)
             pair[1] += 1
 
@@ -119,20 +121,20 @@ class EdgeWorkers:
         They are the means of a worker's batches since the last call, times the steps of an epoch.
         A worker without a step in the meantime keeps its means of the last epoch.
         """
-        self._last |= self.means()
-        self._sums = {}
+        self.last |= self.means()
+        self.sums = {}
         return {
             name: (values * self.steps_per_epoch).to(self._network.device)
-            for name, values in self._last.items()
+            for name, values in self.last.items()
         }
 
     def means(self) -> dict[str, Tensor]:
         """The means of the batches since `take_sums`, each [worker]."""
         found = {}
-        for name, pairs in self._sums.items():
+        for name, pairs in self.sums.items():
             # A worker without a step has its last value, or at first the mean of the others.
             mean = sum(total for total, _ in pairs) / max(1, sum(count for _, count in pairs))
-            before = self._last[name].tolist() if name in self._last else [mean] * len(pairs)
+            before = self.last[name].tolist() if name in self.last else [mean] * len(pairs)
             means = [
                 total / count if count else last
                 for (total, count), last in zip(pairs, before, strict=True)
@@ -143,24 +145,8 @@ class EdgeWorkers:
     def begin_with(self, metrics: Mapping[str, float]) -> None:
         """The metrics of other workers, until these have taken a step."""
         n = len(self.rows)
-        self._sums = {name: [[0.0, 0] for _ in range(n)] for name in metrics}
-        self._last = {name: torch.full((n,), mean) for name, mean in metrics.items()}
-
-    @property
-    def sums(self) -> dict[str, list[list[float]]]:
-        """Name → [worker] → sum and count of the metrics since `take_sums`."""
-        return self._sums
-
-    @property
-    def last(self) -> dict[str, Tensor]:
-        """Name → [worker], the metrics of the last epoch."""
-        return self._last
-
-    def restore(
-        self, sums: dict[str, list[list[float]]], last: dict[str, Tensor] | None = None
-    ) -> None:
-        """Restore the values of `sums` and `last`."""
-        self._sums, self._last = sums, self._last if last is None else last
+        self.sums = {name: [[0.0, 0] for _ in range(n)] for name in metrics}
+        self.last = {name: torch.full((n,), mean) for name, mean in metrics.items()}
 
     @property
     def codes(self) -> list[DifferenceCode]:
