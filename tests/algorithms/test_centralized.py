@@ -28,13 +28,11 @@ from powergossip.optimizers import (
     optimizer_step,
 )
 from powergossip.parameters import Layout, Parameters
-from powergossip.training.config_checks import checked
 from powergossip.training.method_keys import ALIASES, DEFAULTS
-from powergossip.training.trainer import Trainer
 from tests.harness.helpers import with_one_each
 from tests.harness.loops import backward, gradients, model, vector
 from tests.harness.loops import step as mean_of
-from tests.harness.training import after_steps, configured
+from tests.harness.training import after_steps
 
 # With these nothing is compressed, and all is applied at once.
 EVERYTHING: dict[str, dict[str, Any]] = {
@@ -363,33 +361,6 @@ def test_clipping_concerns_the_new_gradient_only() -> None:
     tight = after_steps(optimizer="powersgd", gradient_clipping=0.1)
     start = after_steps(0).parameters.x
     assert (tight.parameters.x - start).norm() < 0.5 * (x - start).norm()
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"optimizer": "powersgd", "optimizer_rank": 0}, "optimizer_rank=0: use"),
-        ({"optimizer": "dgc", "optimizer_keep_ratio": 0.0}, "optimizer_keep_ratio=0.0: use"),
-        (
-            {"optimizer": "dgc", "optimizer_warmup_epochs": 2, "optimizer_warmup_ratios": [0.2]},
-            "optimizer_warmup_ratios",
-        ),
-        ({"optimizer": "dgc", "local_optimizer": "adamw"}, "local_optimizer=adamw: dgc"),
-        ({"optimizer": "powersgd", "local_steps": 2}, "local_steps=2 is for gossip"),
-        ({"optimizer": "sparse-loco", "optimizer_mean_over": "some"}, "optimizer_mean_over=some"),
-        ({"optimizer": "sparse-loco", "optimizer_error_decay": 1.1}, "optimizer_error_decay=1.1"),
-        ({"optimizer": "sparse-loco", "optimizer_outer_rate": 0.0}, "optimizer_outer_rate=0.0"),
-        ({"optimizer": "sparse-loco", "optimizer_bits": 9}, "optimizer_bits=9"),
-        ({"optimizer": "demo", "optimizer_kept": 0}, "optimizer_kept=0"),
-        ({"optimizer": "demo", "optimizer_chunk": 0}, "optimizer_chunk=0"),
-        ({"optimizer": "demo", "local_optimizer": "adamw"}, "local_optimizer=adamw"),
-        ({"optimizer": "powersgdd"}, 'optimizer "powersgdd" is unknown; choose from .*powersgd'),
-        ({"optimizer": "ddp-powersgd"}, "4 workers in a process"),
-    ],
-)
-def test_bad_input_names_the_key(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Trainer(checked(configured(**changes), Processes()), Processes())
 
 
 def test_an_aggregation_of_ones_own_needs_a_step_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -208,20 +208,6 @@ def test_the_rank_is_at_most_the_shorter_side(rank: int) -> None:
     assert abs(network.bits[0] - 32 * (most + 9 + 1)) <= 2
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"rank": 1.5}, "rank=1.5: use"),
-        ({"min_compression_rate": float("nan")}, "min_compression_rate=nan"),
-        ({"num_iters_per_step": 0}, "num_iters_per_step=0"),
-        ({"start_compressing_after_num_steps": -1}, "start_compressing_after_num_steps=-1"),
-    ],
-)
-def test_impossible_options_are_rejected(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        PowerSGDConfig(**{"rank": 1} | options)
-
-
 # In a training loop of your own.
 
 

@@ -39,8 +39,8 @@ def module_of(base: str) -> Any:
 def arguments(base: str, method: str | None) -> list[str]:
     below = ADDITIONS.get((base, method or ""))
     stack = [below, method] if below else [method]
-    files = [FOLDER / f"{base}.yaml", *(FOLDER / base / f"{name}.yaml" for name in stack if name)]
-    return [part for file in files for part in ("--config", str(file))]
+    names = [f"{base}/{name}" for name in stack if name] or [base]
+    return [part for name in names for part in ("--config", name)]
 
 
 def loaded(base: str, method: str | None, *more: str) -> Any:

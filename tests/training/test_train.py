@@ -26,7 +26,6 @@ from powergossip.errors import BadInput
 from powergossip.network import Network, processes
 from powergossip.runs import metrics, tables
 from powergossip.runs.metrics import Hooks
-from powergossip.runs.output import new_dated_folder
 from powergossip.tasks import models
 from powergossip.tasks.task import Batch, Split
 from powergossip.training import recorder
@@ -681,15 +680,6 @@ def test_a_driver_in_another_folder_replaces_hooks_and_runs_twice(tmp_path: Path
     rows = metrics.load(tmp_path / "second")
     assert rows["epoch"].max() == 1
     assert value(rows, "consensus_distance", type="params_only") < 1e-4, "that is all-reduce"
-
-
-def test_runs_of_the_same_second_get_folders_of_their_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    folders = {new_dated_folder() for _ in range(3)}
-    assert len(folders) == 3
-    assert {folder.resolve().parent for folder in folders} == {tmp_path / "output"}
 
 
 # Several processes.
