@@ -353,31 +353,6 @@ def test_consensus_steps_are_as_published() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "method",
-    [
-        "power-gossip",
-        "dgc-warmup-5",
-        *(pytest.param(n, marks=pytest.mark.slow) for n in ("choco-sign", "powersgd-rank-2")),
-    ],
-)
-def test_a_cifar10_preset_learns_digits(
-    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    small = ["task=Digits", "task_architecture=MLP", "batch_size=16", "num_epochs=2"]
-    small.append("task_options={}")
-    monkeypatch.setattr(train, "config", OmegaConf.structured(train.Config))
-    monkeypatch.setattr(train, "output_dir", None)
-    gentle = ["distributed_lr_warmup_factor=1", "log_verbosity=0"]
-    train.main(
-        [*arguments("cifar10_resnet20", method), *small, *gentle, "--output-dir", f"{tmp_path}/run"]
-    )
-    rows = metrics.load(tmp_path / "run")
-    accuracy = rows[(rows["name"] == "accuracy") & (rows["split"] == "test_avg")]["value"]
-    assert accuracy.iloc[-1] > 0.5
-
-
-@pytest.mark.long
 def test_a_consensus_preset_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gossip_run, "config", OmegaConf.structured(gossip_run.Config))
     monkeypatch.setattr(gossip_run, "output_dir", None)
