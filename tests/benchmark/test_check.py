@@ -4,7 +4,7 @@ import copy
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +152,28 @@ def test_what_the_results_of_a_task_have(changed: dict[str, Any], wrong: list[st
     full = complete(0.5, 0.5, 0.5, tried=settings(*[0.5] * 8))
     found = file_of(quick={TEXT: {**complete(0.5, 0.5, 0.5), **changed}}, full={TEXT: full})
     assert submissions.problems(found) == [f"{TEXT}, quick: {text}" for text in wrong]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda found: found["runs"].clear(),
+        lambda found: found["runs"][0]["evaluations"].clear(),
+        lambda found: found["runs"][0]["evaluations"][1].pop("worst"),
+        lambda found: found["runs"][0]["evaluations"][1].pop("seconds"),
+    ],
+)
+def test_results_of_a_task_have_runs_evaluations_and_their_values(
+    damage: Callable[[dict[str, Any]], object], tmp_path: Path
+) -> None:
+    path = tmp_path / "a.json"
+    found = complete(0.5)
+    path.write_text(json.dumps(file_of(quick={"fashion_mnist_late": found})))
+    submissions.read(path)
+    damage(found)
+    path.write_text(json.dumps(file_of(quick={"fashion_mnist_late": found})))
+    with pytest.raises(BadInput, match=r"is no file of results"):
+        submissions.read(path)
 
 
 # --- What a repetition may differ in --------------------------------------------------------------
