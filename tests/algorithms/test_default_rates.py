@@ -11,12 +11,15 @@ import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
+from torch import nn
 
 import train
 from powergossip import algorithms, compressors, topologies
 from powergossip.algorithms import learning
 from powergossip.compressors import Identity, RandomK, Rounding, SignAndNorm, TopK
 from powergossip.network import Network, Processes
+from powergossip.optimizers import GossipOptimizer
+from powergossip.optimizers.gossip_method import GossipMethod
 from powergossip.parameters import Layout
 from powergossip.topologies import Topology
 from powergossip.training.config_checks import checked
@@ -322,3 +325,18 @@ def test_a_rate_that_may_diverge_gives_one_warning(
     assert warned(lambda: run_of(**values, optimizer_diffusion_rate=good)) == []
     (text,) = warned(lambda: run_of(**values, optimizer_diffusion_rate=bad))
     assert words in text
+
+
+def test_an_optimizer_gives_the_warning_too() -> None:
+    def make(rate: float) -> Any:
+        method = GossipMethod.on_graph(
+            "choco", diffusion_rate=rate, compressor="top-k", keep_ratio=0.1
+        )
+        topology, layout = topologies.make("ring", 8), Layout([(10, 10)])
+        return warned(lambda: method.warn_of_rate(Network(topology, ALONE), layout))
+
+    assert make(0.2) == []
+    assert len(make(0.5)) == 1
+    model = nn.Linear(5, 5)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert len(warned(lambda: GossipOptimizer(sgd, "choco", process_group=ALONE))) == 0
