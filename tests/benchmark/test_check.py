@@ -44,7 +44,7 @@ def variants(tree: Any) -> Iterator[Any]:
         for other in (*odd, *inner):
             copy[key] = other
             yield copy
-        yield {k: v for k, v in copy.items() if k != key} if isinstance(tree, dict) else copy[:0]
+        yield {k: v for k, v in copy.items() if k != key} if isinstance(copy, dict) else copy[:0]
 
 
 def test_a_file_of_another_shape_is_a_sentence(tmp_path: Path) -> None:
