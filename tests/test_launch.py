@@ -50,14 +50,6 @@ def test_a_fork_is_like_a_fresh_python(tmp_path: Path, monkeypatch: pytest.Monke
     }
 
 
-def test_what_is_missing_is_not_preloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "PRELOADED", ("no_such_module", "colorsys"))
-    monkeypatch.setattr(launch, "fork_server", launch.fork_server.__wrapped__)
-    monkeypatch.delenv(launch.SHARED, raising=False)
-    (tmp_path / "show.py").write_text("import sys; print('colorsys' in sys.modules)")
-    assert launch.python("show.py", cwd=tmp_path).stdout == "True\n"
-
-
 HOOK = "import sys; sys.excepthook = lambda *_: print('a hook', file=sys.stderr); "
 ENDING = """
 import atexit, threading
@@ -133,26 +125,3 @@ def test_programs_end_when_the_tests_are_killed(options: dict[str, Any], tmp_pat
         finally:
             program.kill()
     wait_until(lambda: not any(map(lives, tmp_path.glob("began-*"))))
-
-
-RING = """
-import os
-from mpi4py import MPI
-comm = MPI.COMM_WORLD
-left = comm.sendrecv(comm.rank, (comm.rank + 1) % comm.size, source=(comm.rank - 1) % comm.size)
-print(f"process {comm.rank} of {comm.size}, after {left}, {os.getppid()}", flush=True)
-comm.Barrier()
-raise SystemExit(7)
-"""
-
-
-def test_forks_under_mpirun_are_mpi_processes(tmp_path: Path) -> None:
-    """With their exit code."""
-    (tmp_path / "ring.py").write_text(RING)
-    ended = launch.python("ring.py", cwd=tmp_path, processes=3)
-    assert ended.returncode == 7
-    lines = [line.rpartition(", ") for line in sorted(ended.stdout.splitlines())]
-    assert [words for words, _, _ in lines] == [
-        f"process {i} of 3, after {(i - 1) % 3}" for i in range(3)
-    ]
-    assert len({parent for _, _, parent in lines}) == 1, "the server"

@@ -10,26 +10,6 @@ from tests.harness import selection
 FILES = sorted(Path(__file__).parent.rglob("test_*.py"))
 
 
-@pytest.mark.parametrize(
-    ("mark", "counts"),
-    [
-        ("", set()),
-        ("pytest.mark.parallel", {3}),
-        ("pytest.mark.parallel()", {3}),
-        ("pytest.mark.parallel(2)", {2}),
-        ("pytest.mark.parallel([2, 4])", {2, 4}),
-        ("mark.parallel(nprocs=[1, 8])", {1, 8}),
-        ("pytest.mark.parallel(SIZES)", selection.ALL),
-    ],
-)
-def test_process_counts_are_those_of_the_marks(mark: str, counts: set[int]) -> None:
-    decorated = f"@{mark}\ndef test_it(): ...\n" if mark else "def test_it(): ...\n"
-    assert selection.process_counts(decorated) == counts
-    assert selection.process_counts(f"{decorated}@pytest.mark.parallel(64)\ndef f(): ...") == (
-        counts | {64}
-    )
-
-
 def test_every_number_of_processes_has_a_pass_of_make_test_all() -> None:
     """tests/conftest.py checks in each run that `process_counts` holds every mark it meets."""
     wanted = set().union(*(selection.process_counts(file.read_text()) for file in FILES))

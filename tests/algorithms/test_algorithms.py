@@ -277,36 +277,6 @@ def test_messages_within_a_process_take_no_memory(dtype: torch.dtype) -> None:
     assert allocated < 2 * (x.nbytes + increment.nbytes)  # of these themselves, and blocks
 
 
-@pytest.mark.parametrize("n", [4, 8, 32])
-def test_plain_gossip_contracts_by_the_rate_of_the_spectrum(n: int) -> None:
-    """The slowest eigenvector shrinks by exactly (λ_max − λ_2)/(λ_max + λ_2) a step at γ*."""
-    network = alone("ring", n)
-    L = np.eye(n) - network.topology.round(0).matrix().toarray()
-    _, vectors = np.linalg.eigh(L)
-    rate = network.topology.best_diffusion_rate
-    x = torch.from_numpy(vectors[:, 1:2]).double().float()
-    averaging = PlainGossip(network, rate)
-    before = variance(x)
-    steps(network, averaging, x, 5)
-    measured = (variance(x) / before) ** (1 / 10)
-    assert measured == pytest.approx(network.topology.contraction(rate), rel=1e-5)
-
-
-def test_all_reduce_averages_at_once_and_counts_a_ring() -> None:
-    n, layout = 8, Layout(SHAPES)
-    network, x = alone("ring", n), start(8, layout)
-    mean = x.mean(0)
-    steps(network, algorithms.make("all-reduce", network, layout), x, 1)
-    torch.testing.assert_close(x, mean.expand(n, -1))
-    assert network.bits[0] == round(2 * (n - 1) / n * 32 * layout.size)
-
-
-def test_plain_gossip_sends_every_element_to_every_neighbor() -> None:
-    layout, network = Layout(SHAPES), alone("star", 5)
-    steps(network, PlainGossip(network), start(5, layout), 3)
-    assert network.bits.tolist() == [3 * 32 * layout.size * degree for degree in (4, 1, 1, 1, 1)]
-
-
 @pytest.mark.parametrize("ratio", [1e-6, 0.29, 1.0])
 def test_sparta_is_plain_gossip_of_as_many_random_elements(ratio: float) -> None:
     """Others in each step, the same in all workers. On the complete graph, their exact mean. Of 100
@@ -356,17 +326,6 @@ def test_finite_time_gossip_does_not_go_away_from_the_mean(name: str) -> None:
         errors.append(variance(x))
     assert max(errors) < 1.1 * errors[0]
     assert errors[-1] < 1e-6 * errors[0]
-
-
-@pytest.mark.parametrize(("n", "contraction"), [(8, 0.446463), (16, 0.673514)])
-def test_chebyshev_contracts_by_the_rate_of_the_spectrum(n: int, contraction: float) -> None:
-    layout, network = Layout([(10, 10)]), alone("ring", n)
-    x = start(n, layout)
-    averaging = algorithms.make("chebyshev", network, layout)
-    steps(network, averaging, x, 4)
-    before = variance(x)
-    steps(network, averaging, x, 8)
-    assert (variance(x) / before) ** (1 / 16) == pytest.approx(contraction, rel=0.06)
 
 
 @pytest.mark.parametrize(
@@ -503,20 +462,6 @@ def test_stateless_algorithms_reject_a_state(make: Callable[[Network], Averaging
     assert averaging.state_dict() == {}
     with pytest.raises(ValueError, match=r"PlainGossip|ExactMean"):
         averaging.load_state_dict({"directions": 1})
-
-
-@pytest.mark.parallel([2, 8])
-def test_staged_messages_are_the_same() -> None:
-    """Staging through host memory, for GPUs without a CUDA-aware MPI."""
-    layout = Layout(SHAPES)
-    results = []
-    for stage in (False, True):
-        network = Network(topologies.make("ring", processes().size), stage=stage)
-        x = start(network.n_workers, layout)[network.workers.start : network.workers.stop].clone()
-        for name in ("power-gossip", "dpsgd", "all-reduce"):
-            steps(network, algorithms.make(name, network, layout), x, 3)
-        results.append(x)
-    assert torch.equal(*results)
 
 
 def test_options_in_one_object_are_deprecated() -> None:

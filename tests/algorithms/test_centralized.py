@@ -28,13 +28,11 @@ from powergossip.optimizers import (
     optimizer_step,
 )
 from powergossip.parameters import Layout, Parameters
-from powergossip.training.config_checks import checked
 from powergossip.training.method_keys import ALIASES, DEFAULTS
-from powergossip.training.trainer import Trainer
 from tests.harness.helpers import with_one_each
 from tests.harness.loops import backward, gradients, model, vector
 from tests.harness.loops import step as mean_of
-from tests.harness.training import after_steps, configured
+from tests.harness.training import after_steps
 
 # With these nothing is compressed, and all is applied at once.
 EVERYTHING: dict[str, dict[str, Any]] = {
@@ -94,15 +92,6 @@ def test_without_compression_it_is_sgd_on_the_mean_gradient(name: str, nesterov:
         found = run.parameters.x
         assert (found - x.detach()).norm() < 1e-5 * found.norm()
     assert (x.detach() - start).norm() > 0.05 * start.norm(), "it has moved"
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", COMPRESSING)
-def test_workers_of_a_process_stay_equal_to_the_bit(name: str) -> None:
-    """Also at the end of the buffer, where torch's kernels may round differently."""
-    run = after_steps(12, optimizer=name, n_workers=3, **COMPRESSING[name])
-    assert run.parameters.x.numel() % 8, "the buffer ends within a vector of the processor"
-    assert (run.parameters.x == run.parameters.x[0]).all()
 
 
 def rule(
@@ -170,10 +159,13 @@ def test_clipping_leaves_weight_decay_alone(name: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("name", AGGREGATIONS)
 def test_workers_stay_together_and_learn_with_fewer_bits(name: str) -> None:
-    run = after_steps(80, optimizer=name, **COMPRESSING[name])
+    """Equal to the bit, also at the end of the buffer, where torch's kernels may round
+    differently."""
+    run = after_steps(80, optimizer=name, n_workers=3, **COMPRESSING[name])
     x = run.parameters.x
+    assert x.numel() % 8, "the buffer ends within a vector of the processor"
     assert (x == x[0]).all()
-    plain = after_steps(1, optimizer="all-reduce").network.bits[0] * 80
+    plain = after_steps(1, optimizer="all-reduce", n_workers=3).network.bits[0] * 80
     assert run.network.bits[0] < 0.2 * plain
     accuracy = run.task.evaluate(run.parameters.models[0])
     assert accuracy["accuracy"] > 0.85 * accuracy["count"]
@@ -363,33 +355,6 @@ def test_clipping_concerns_the_new_gradient_only() -> None:
     tight = after_steps(optimizer="powersgd", gradient_clipping=0.1)
     start = after_steps(0).parameters.x
     assert (tight.parameters.x - start).norm() < 0.5 * (x - start).norm()
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"optimizer": "powersgd", "optimizer_rank": 0}, "optimizer_rank=0: use"),
-        ({"optimizer": "dgc", "optimizer_keep_ratio": 0.0}, "optimizer_keep_ratio=0.0: use"),
-        (
-            {"optimizer": "dgc", "optimizer_warmup_epochs": 2, "optimizer_warmup_ratios": [0.2]},
-            "optimizer_warmup_ratios",
-        ),
-        ({"optimizer": "dgc", "local_optimizer": "adamw"}, "local_optimizer=adamw: dgc"),
-        ({"optimizer": "powersgd", "local_steps": 2}, "local_steps=2 is for gossip"),
-        ({"optimizer": "sparse-loco", "optimizer_mean_over": "some"}, "optimizer_mean_over=some"),
-        ({"optimizer": "sparse-loco", "optimizer_error_decay": 1.1}, "optimizer_error_decay=1.1"),
-        ({"optimizer": "sparse-loco", "optimizer_outer_rate": 0.0}, "optimizer_outer_rate=0.0"),
-        ({"optimizer": "sparse-loco", "optimizer_bits": 9}, "optimizer_bits=9"),
-        ({"optimizer": "demo", "optimizer_kept": 0}, "optimizer_kept=0"),
-        ({"optimizer": "demo", "optimizer_chunk": 0}, "optimizer_chunk=0"),
-        ({"optimizer": "demo", "local_optimizer": "adamw"}, "local_optimizer=adamw"),
-        ({"optimizer": "powersgdd"}, 'optimizer "powersgdd" is unknown; choose from .*powersgd'),
-        ({"optimizer": "ddp-powersgd"}, "4 workers in a process"),
-    ],
-)
-def test_bad_input_names_the_key(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Trainer(checked(configured(**changes), Processes()), Processes())
 
 
 def test_an_aggregation_of_ones_own_needs_a_step_only(monkeypatch: pytest.MonkeyPatch) -> None:

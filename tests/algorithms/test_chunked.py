@@ -14,9 +14,8 @@ from powergossip.algorithms.chunked import cosines
 from powergossip.compressors import ChunkTopK, Codec, chunk_shape
 from powergossip.network import Network, Processes
 from powergossip.parameters import Layout
-from powergossip.training.config_checks import checked
 from tests.harness.loops import gradients, step
-from tests.harness.training import after_steps, configured
+from tests.harness.training import after_steps
 
 WORKERS = 3
 SHAPES = [(16, 24), (12, 10), (30,), (7, 33)]  # chunks of 8 × 8, 6 × 5, 6 × 1, 7 × 3
@@ -225,14 +224,3 @@ def test_errors_that_are_kept_average_to_the_fixed_point_of_local_steps() -> Non
     """Errors that decay are forgotten: a bias."""
     assert error_of_mean(1.0) < 0.01
     assert error_of_mean(0.95) > 0.05
-
-
-def test_keys_of_gradients_are_rejected() -> None:
-    with pytest.raises(ValueError, match="optimizer_num_batches_per_step=2"):
-        checked(
-            configured(optimizer="sparse-loco", optimizer_num_batches_per_step=2),
-            Processes(),
-            {"optimizer_num_batches_per_step"},
-        )
-    with pytest.raises(ValueError, match="learning=k-gt"):
-        checked(configured(optimizer="sparse-loco", learning="k-gt"), Processes())

@@ -523,12 +523,6 @@ def test_models_in_flight_that_agree_stay_as_they_are_without_gradients(fragment
     torch.testing.assert_close(problem.x, start, rtol=0, atol=1e-13)
 
 
-def test_corrections_need_averaging_that_keeps_the_mean() -> None:
-    network = Network(graph("epidemic", 8), dtype=torch.float64)
-    with pytest.raises(ValueError, match="gradient_correction"):
-        rule_of("diloco", "plain", Quadratics(), 0.1, network, gradient_correction=True)
-
-
 @pytest.mark.long
 def test_corrected_noloco_diverges_with_the_momentum_of_its_warning() -> None:
     options: dict[str, Any] = {"gradient_correction": True}
@@ -541,17 +535,3 @@ def test_corrected_noloco_diverges_with_the_momentum_of_its_warning() -> None:
     options["correction_rate"] = 0.3
     problem = run("noloco", "plain", 300, 20, 0.03, Quadratics(), **options)
     assert problem.error < 0.3
-
-
-@pytest.mark.parametrize(
-    ("name", "option", "value"),
-    [
-        ("diloco", "outer_rate", 0.0),
-        ("gasloc", "outer_momentum", 1.0),
-        ("noloco", "local_steps", 0),
-        ("noloco", "outer_rate", "x"),
-    ],
-)
-def test_options_out_of_range_are_rejected(name: str, option: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=option):
-        rule_of(name, "plain", Quadratics(), SGD(0.1), **{option: value})

@@ -37,27 +37,6 @@ def power_gossip(network: Network, layout: Layout, **options: Any) -> PowerGossi
     return PowerGossip(network, layout, **given)
 
 
-def test_a_step_is_the_papers_algorithm() -> None:
-    """Two workers, one matrix, dense: X_i + γ w p (s_j − s_i)ᵀ, then the other side."""
-    network, layout = alone("ring", 2), Layout([(5, 4)])
-    x = start(2, layout)
-    averaging = power_gossip(network, layout, diffusion_rate=0.7, num_iterations=2)
-    p = averaging.state_dict()["matrices"]["directions"][0][
-        0, 0
-    ].clone()  # worker 0 is the lower: as it is
-    w = network.topology.round(0).sources(0)[0][1]
-    X = [x[0].view(5, 4).clone(), x[1].view(5, 4).clone()]
-    for iteration in range(2):
-        if iteration == 1:
-            X = [matrix.T for matrix in X]
-        p = p / p.norm()
-        d = X[1].T @ p - X[0].T @ p
-        X = [X[0] + 0.7 * w * torch.outer(p, d), X[1] - 0.7 * w * torch.outer(p, d)]
-        p = d
-    steps(network, averaging, x, 1)
-    torch.testing.assert_close(x.view(2, 5, 4), torch.stack([X[0].T, X[1].T]))
-
-
 @pytest.mark.parametrize("shape", [(4, 9), (9, 4), (5, 5)])
 @pytest.mark.parametrize("topology", UNDIRECTED)
 def test_full_rank_is_plain_gossip(shape: tuple[int, int], topology: str) -> None:
@@ -452,24 +431,6 @@ def next_directions(
     network.run(sent(averaging.step(torch.cat([rows, torch.zeros_like(rows)], 1))))
     (found,) = averaging.state_dict()["matrices"]["directions"]
     return found[:, 0]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"rank": 0}, "rank=0: use"),
-        ({"num_iterations": 0}, "num_iterations=0: use"),
-        ({"rank": 2, "round_weights": True}, "rank=2: use rank=1"),
-    ],
-)
-def test_bad_options_are_rejected(options: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        power_gossip(alone("ring", 3), Layout([(3, 3)]), **options)
-
-
-def test_directed_topologies_are_rejected() -> None:
-    with pytest.raises(ValueError, match="topology=unidirectional-ring: use"):
-        power_gossip(alone("unidirectional-ring", 4), Layout([(3, 3)]))
 
 
 def test_directions_of_another_run_are_rejected() -> None:

@@ -185,22 +185,6 @@ def test_messages_have_the_coordinates_of_their_tree_and_a_count(topology: str) 
     assert network.messages.tolist() == [2 * degree for degree in degrees]
 
 
-@pytest.mark.parametrize(
-    ("topology", "averaging", "options", "words"),
-    [
-        ("ring", "plain", {}, "topology=ring: .*double-binary-tree"),
-        ("chain", "power-gossip", {}, "optimizer=power-gossip: use optimizer=dpsgd"),
-        ("chain", "plain", {"correction": 0}, "^correction=0: use .*above 0, or auto"),
-        ("chain", "plain", {"correction": "fast"}, "^correction=fast: "),
-        ("double-binary-tree", "sign", {}, "topology=double-binary-tree: .*binary-tree"),
-        ("chain", "qsgd", {}, "unbiased=true: use false"),
-    ],
-)
-def test_bad_input(topology: str, averaging: str, options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        rule_of("relay-sgd", averaging, Quadratics(), 0.1, topology, **options)
-
-
 @pytest.mark.parametrize("local_optimizer", ["sgd", "adamw"])
 def test_a_run_with_a_correction(local_optimizer: str) -> None:
     """The first step moves models in proportion to it. The run has no diffusion rate."""

@@ -760,13 +760,6 @@ def test_units_and_spread_of_a_table() -> None:
     assert beside[1] == ["b", "70.00 ± 0.00", "10", "+10.00 ± 0.00", "better"]
 
 
-def test_an_entry_of_few_tasks_is_not_first_for_that() -> None:
-    """The order is that of mean ranks, where 0 is the best of a task and 1 the worst."""
-    best, middle, few = (line(q, name=name) for q, name in [(3, "a"), (2, "b"), (1, "few")])
-    rows = page.overview({"text_same": [best, middle, few], "text_topics": [best, middle]})
-    assert [row[0] for row in rows] == ["entry", "a", "b", "few"]
-
-
 def test_a_page_has_the_figures_of_its_results_only(tmp_path: Path) -> None:
     for found, drawn in [(result(0.5), 1), (result(0.5, diverged=[1]), 0)]:
         page.write([entry_of("a", found)], tmp_path)
@@ -848,13 +841,6 @@ def test_an_entry_keeps_its_name_where_files_are_renamed_or_copied(tmp_path: Pat
     found = submissions.read(path)
     assert found["name"] == "second"
     assert list(found["tiers"][QUICK]) == ["text_same", "text_topics"]
-
-
-def test_tables_of_an_entry_are_those_of_its_tasks() -> None:
-    other = entry_of("a", result(0.5), "text_same")
-    shown = page.text([other, entry_of("b", result(0.5))], QUICK, None, "b")
-    assert TASKS["fashion_mnist_same"].title in shown
-    assert TASKS["text_same"].title not in shown
 
 
 def test_results_in_two_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

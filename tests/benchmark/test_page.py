@@ -108,11 +108,14 @@ def test_a_page_has_what_was_asked_for(tmp_path: Path) -> None:
 
 
 def test_a_rank_is_one_among_the_entries_of_its_task() -> None:
-    """The last of two is behind the third of five."""
+    """The last of two is behind the third of five. One of few tasks is not first for that."""
     two = [line(0.9, name="other"), line(0.8, name="last")]
     five = [line(0.5, name=name) for name in ("1", "2", "third", "4", "5")]
     order = [row[0] for row in page.overview({"text_same": two, "text_topics": five})]
     assert order.index("third") < order.index("last")
+    best, middle, few = (line(q, name=name) for q, name in [(3, "a"), (2, "b"), (1, "few")])
+    rows = page.overview({"text_same": [best, middle, few], "text_topics": [best, middle]})
+    assert [row[0] for row in rows] == ["entry", "a", "b", "few"]
 
 
 @pytest.mark.parametrize("number", [1e-3, 0.012345, 1.0, 99.96, 999.4, 999.6, 1000.4, 123456.7])

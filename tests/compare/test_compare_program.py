@@ -18,10 +18,3 @@ def test_the_program_needs_no_torch(tmp_path: Path) -> None:
     ended = launch.python("-c", program, cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.splitlines()[-1] == "[]"
-
-
-def test_bad_input_is_a_sentence_and_exit_code_2(tmp_path: Path) -> None:
-    ended = launch.python("-m", "powergossip.compare", "nowhere", cwd=tmp_path)
-    assert (ended.returncode, ended.stdout) == (2, "")
-    (line,) = ended.stderr.splitlines()
-    assert line.startswith("error: nowhere ")

@@ -509,8 +509,6 @@ def test_starting_matrices_with_nan_or_infinity_are_rejected(
         built(data_type="broken")
 
 
-# Bad input: arguments, and key, value and accepted values in the message.
-
 # A run from the command line, and from a driver.
 
 

@@ -28,34 +28,13 @@ def blocks(language: str) -> list[str]:
 
 COMMANDS = [line for block in blocks("bash") for line in block.splitlines()]
 
-# The Python blocks by a word of each, with the end of its output. Those of a program share a
-# process: each has names of its own, and none trains, which would change settings of the next one.
-PROGRAMS = [
-    {"GossipOptimizer(": r"^norm of the mean model: \d\.\d{3}, sent: 0\.0 kB\n"},
-]
 
-
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: next(iter(program)))
-def test_python_blocks_run_anywhere(program: dict[str, str], tmp_path: Path) -> None:
-    lines = []
-    for index, word in enumerate(program):
-        (block,) = [block for block in blocks("python") if word in block]
-        (tmp_path / f"block{index}.py").write_text(block)
-        lines.append(f"print('{'=' * 20}'); runpy.run_path('block{index}.py')")
-    (tmp_path / "program.py").write_text("\n".join(["import runpy", *lines]))
+def test_the_python_block_runs_anywhere(tmp_path: Path) -> None:
+    (block,) = blocks("python")
+    (tmp_path / "program.py").write_text(block)
     ended = launch.python("program.py", cwd=tmp_path, variables={"PYTHONPATH": ""})
     assert ended.returncode == 0, ended.stderr
-    outputs = ended.stdout.split(f"{'=' * 20}\n")[1:]
-    for output, expected in zip(outputs, program.values(), strict=True):
-        assert re.search(expected, output, re.MULTILINE), output
-
-
-def test_the_readme_is_short() -> None:
-    assert len(README.split()) <= 1100
-
-
-def test_every_python_block_is_tested() -> None:
-    assert len(blocks("python")) == sum(map(len, PROGRAMS))
+    assert re.search(r"^norm of the mean model: \d\.\d{3}, sent: 0\.0 kB\n", ended.stdout, re.M)
 
 
 def run(command: str, *more: str, cwd: Path = launch.ROOT) -> subprocess.CompletedProcess[str]:

@@ -87,24 +87,6 @@ def test_no_page_asks_another_server(site: Path) -> None:
 
 
 # Names of formats, and pages that are named in a message or comment.
-NAMES_IN_SCRIPTS = (
-    "http://www.w3.org/",
-    "https://snowballstem.org",
-    "https://developer.mozilla.org",
-    "https://clipboardjs.com/",
-    "https://codepen.io/",
-)
-VERSION_WARNING = "https://pydata-sphinx-theme.readthedocs.io/"  # a message of the theme
-
-
-def test_no_script_asks_another_server(site: Path) -> None:
-    scripts = sorted(site.rglob("*.js"))
-    assert "katex.min.js" in {script.name for script in scripts}
-    for script in scripts:
-        for address in re.findall(r"(?:https?|wss?)://[^\s\"'`)]+", script.read_text()):
-            assert address.startswith((*NAMES_IN_SCRIPTS, VERSION_WARNING)), (script.name, address)
-
-
 def test_files_that_a_page_needs_are_in_the_site(site: Path) -> None:
     for page in site.rglob("*.html"):
         if page.is_relative_to(site / "_static"):  # a template of the theme

@@ -1,7 +1,7 @@
 """Small things that several test files need."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,22 +23,18 @@ def files_below(folder: Path) -> dict[str, bytes | None]:
     }
 
 
-def damages(file: Path) -> Iterator[str]:
-    """Damage a file, in each way after it was restored: kinds of damage.
+DAMAGES = ("truncated", "flipped", "empty", "zeros", "missing")
 
-    Each is a new file: the one before may be mapped into memory.
-    """
+
+def damage(file: Path, kind: str) -> None:
+    """Damage a file. What is left is a new file: the one before may be mapped into memory."""
     octets = file.read_bytes()
     middle = len(octets) // 2
     flipped = octets[:middle] + bytes([octets[middle] ^ 1]) + octets[middle + 1 :]
-    zeros = bytes(len(octets))
-    contents = {"truncated": octets[:middle], "flipped": flipped, "empty": b"", "zeros": zeros}
-    for kind, content in contents.items():
-        file.unlink()
-        file.write_bytes(content)
-        yield kind
+    contents = {"truncated": octets[:middle], "flipped": flipped, "empty": b""}
     file.unlink()
-    yield "missing"
+    if kind != "missing":
+        file.write_bytes({**contents, "zeros": bytes(len(octets))}[kind])
 
 
 def wait_until(condition: Callable[[], object], seconds: float = 90) -> None:

@@ -18,7 +18,7 @@ from powergossip.algorithms import Averaging, ChocoGossip, DeepSqueeze, Moniqua,
 from powergossip.network import Network, Processes, processes
 from powergossip.parameters import Layout
 from powergossip.tasks import data_files
-from tests.harness.helpers import damages, with_one_each
+from tests.harness.helpers import DAMAGES, damage, with_one_each
 
 ALONE = Processes()
 # Lengths below and above a block of 1024, of a multiple of 8 and not, with positions of 1 and 2
@@ -326,7 +326,8 @@ def compiling(forgotten: pytest.MonkeyPatch, tmp_path: Path) -> bytes:
 def test_a_damaged_library_is_compiled_again(compiling: bytes, tmp_path: Path) -> None:
     assert kernels.compiled() is not None
     (library,) = tmp_path.rglob("kernels-*.so")
-    for kind in damages(library):
+    for kind in DAMAGES:
+        damage(library, kind)
         kernels.compiled.cache_clear()
         assert kernels.name(kernels.compiled()) == "compiled", kind
         assert [path.read_bytes() for path in tmp_path.rglob("*.so")] == [compiling]

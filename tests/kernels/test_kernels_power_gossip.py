@@ -100,24 +100,6 @@ def test_random_directions_are_those_of_pytorch() -> None:
         torch.testing.assert_close(drawn, expected, atol=0, rtol=2e-7)
 
 
-@pytest.mark.parametrize("rank", [1, 2, 5])
-def test_both_ends_have_the_same_bits(rank: int) -> None:
-    """p is the same, d has opposite signs."""
-    network, layout = alone("torus", 9), Layout([(40, 23), (9, 33)])
-    sides, x = compiled(network, rank, layout), start(9, layout)
-    sides[0].draw(0)
-    for t in range(3):
-        side = sides[t % 2]
-        iterate(network, side, x, t)
-        p, d = side.packed(), side.other.packed()
-        for i, neighbors in enumerate(network.neighbors.tolist()):
-            for slot, j in enumerate(neighbors):
-                back = network.neighbors[j].tolist().index(i)
-                assert torch.equal(p[i, slot], p[j, back])
-                assert torch.equal(d[i, slot], -d[j, back])
-        assert d.any()
-
-
 def test_collapsed_directions_alone_are_resampled() -> None:
     """The workers agree on one matrix of two. Its directions are those of the random stream."""
     network, layout = alone("ring", 2), Layout([(40, 23), (30, 20)])

@@ -27,7 +27,6 @@ from powergossip.network import (
     ToAll,
     ToEach,
     choose_device,
-    hosted_workers,
     processes,
     standstill,
     together,
@@ -449,12 +448,6 @@ def test_processes_share_the_cores() -> None:
     comm = processes()
     cores = set().union(*comm.gather(os.sched_getaffinity(0)))
     assert 1 <= comm.threads <= max(1, len(cores) // comm.size)
-
-
-def test_workers_are_spread_evenly_or_not_at_all() -> None:
-    assert hosted_workers(8, 4) == 2
-    with pytest.raises(ValueError, match="n_workers=6"):
-        hosted_workers(6, 4)
 
 
 def test_devices() -> None:

@@ -24,8 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-from powergossip import algorithms, compressors, topologies
-from powergossip.compressors import QSGD
+from powergossip import algorithms, topologies
 from powergossip.errors import BadInput
 from powergossip.network import Network, processes
 from powergossip.optimizers import DGC, DGCConfig, GossipOptimizer, gossip_part
@@ -1036,6 +1035,7 @@ def test_processes_that_differ_are_rejected_everywhere() -> None:
         ("dpsgd" if odd else "choco", {}, "the method differs between processes"),
         ("dpsgd", {"diffusion_rate": -1.0 if odd else 1.0}, "diffusion_rate"),
         ("dpsgd", {"rank" if odd else "diffusion_rate": 1}, "rank=1: dpsgd has no such option"),
+        ("dpsgd", {"learning": "gradient-tracking" if odd else "dpsgd"}, "learning"),
     )
     for method, options, text in methods:
         with pytest.raises(BadInput, match=text):
@@ -1117,7 +1117,6 @@ def described_dgc(**options: Any) -> str:
     return str(made.state_dict())
 
 
-RING = Network(topologies.make("ring", N), ALONE, torch.device("cpu"))
 # A description of what is made with options, by each of the ways to give them.
 NUMPY: dict[str, tuple[Callable[..., object], dict[str, Any]]] = {
     "gossip": (
@@ -1135,19 +1134,9 @@ NUMPY: dict[str, tuple[Callable[..., object], dict[str, Any]]] = {
         {"norm": 0.5, "outer_rate": 0.7, "gradient_correction": True, "fragments": 1},
     ),
     "aggregation": (described_dgc, {"compress_ratio": 0.1, "seed": 3}),
-    "averaging": (
-        lambda **o: algorithms.make("power-gossip", RING, Layout([(3, 4)]), **o).state_dict(),
-        {"rank": 2, "warm_start": True, "diffusion_rate": 0.5},
-    ),
-    "compressor": (lambda **o: repr(compressors.make("qsgd", **o)), {"levels": 4}),
-    "compressor's object": (lambda **o: compressors.size(QSGD(**o), 3, 4), {"levels": 4}),
     "graph": (
         lambda n, seed: topologies.make("exponential", n, seed=seed).fingerprint,
         {"n": 32, "seed": 1},
-    ),
-    "graph's options": (
-        lambda **o: topologies.make("base-graph", 32, options=o).fingerprint,
-        {"k": 2},
     ),
 }
 

@@ -579,28 +579,6 @@ def test_the_state_of_another_rule_is_rejected() -> None:
     made(**beta(0.9)).load_state_dict(made(**beta(0.9)).state_dict())
 
 
-@pytest.mark.parallel([4])
-def test_processes_that_differ_are_rejected_everywhere() -> None:
-    odd = processes().rank == 2
-    model = Quadratic(0)
-    for keywords in (
-        {"learning": GT if odd else "dpsgd"},
-        {"learning": MT, "learning_options": {"momentum": 0.5 if odd else 0.9}},
-        {"learning": MT if odd else "nothing"},
-    ):
-        with pytest.raises(BadInput, match="learning"):
-            GossipOptimizer(sgd(model), "dpsgd", **keywords)
-    varying: Any = {"learning": "exact-diffusion", "topology": "random-matching"}
-    with pytest.raises(BadInput, match="topology=random-matching"):
-        GossipOptimizer(sgd(model), "dpsgd", **varying)
-
-
-def test_a_rate_that_is_too_large_for_the_rule_gives_a_warning() -> None:
-    options: dict[str, Any] = {"learning": "exact-diffusion", "process_group": ALONE}
-    with pytest.warns(UserWarning, match=r"^diffusion_rate=1.5: "):
-        GossipOptimizer(sgd(Quadratic(0)), "power-gossip", diffusion_rate=1.5, **options)
-
-
 # Clipping and the correction of the gradient.
 
 

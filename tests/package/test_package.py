@@ -14,7 +14,6 @@ from omegaconf import DictConfig, OmegaConf
 
 import algorithms
 import compressors
-import gossip_run
 import powergossip
 import powergossip.algorithms
 import powergossip.algorithms.aggregation
@@ -309,10 +308,6 @@ def test_a_preset_by_name_reads_its_base_and_its_method() -> None:
     by_name = configured("--config", "cifar10_resnet20/power-gossip")
     assert by_name == configured("--config", BASE_FILE, "--config", METHOD_FILE)
     assert by_name != configured("--config", METHOD_FILE)
-    assert by_name.batch_size == 128
-    assert by_name.optimizer == "power-gossip"
-    changed = configured("--config", "cifar10_resnet20/power-gossip", "batch_size=32")
-    assert changed.batch_size == 32
 
 
 def test_a_base_is_read_once_and_methods_can_be_stacked() -> None:
@@ -331,34 +326,6 @@ def test_a_file_of_the_user_comes_before_a_preset_of_the_same_name(
     monkeypatch.chdir(tmp_path)
     Path("consensus").write_text("batch_size: 77\n")
     assert configured("--config", "consensus").batch_size == 77
-
-
-@pytest.mark.parametrize(
-    ("script", "name", "close"),
-    [
-        ("train.py", "cifar10_resnet20/powr-gossip", "cifar10_resnet20/power-gossip"),
-        ("gossip_run.py", "consensis", "consensus"),
-    ],
-)
-def test_an_unknown_preset_suggests_close_ones(script: str, name: str, close: str) -> None:
-    ended = launch.python(script, "--config", name)
-    assert (ended.returncode, ended.stdout) == (2, "")
-    (line,) = ended.stderr.splitlines()
-    assert line.startswith("error: ")
-    assert name in line
-    assert close in line
-
-
-def test_every_preset_is_found_by_its_name() -> None:
-    assert "cifar10_resnet20/power-gossip" in presets.names()
-    for name in presets.names():
-        files = presets.files(name)
-        assert files[-1] == presets.FOLDER / f"{name}.yaml"
-        assert len(files) == 1 + name.count("/")
-        config = OmegaConf.structured(
-            gossip_run.Config if name.startswith("consensus") else train.Config
-        )
-        configuration.read_command_line(config, ["--config", name], "")
 
 
 @pytest.mark.parametrize(

@@ -256,11 +256,6 @@ def test_an_all_reduce_by_hand() -> None:
     assert half.seconds == pytest.approx(2 * 32e-3)
 
 
-def test_workers_are_spread_evenly() -> None:
-    with pytest.raises(ValueError, match="hosts=3"):
-        prediction.step(Traffic(()), topologies.make("ring", 8), Cluster(3, 1e6), Compute())
-
-
 def test_rounds_of_gossip() -> None:
     """The number of steps of W after which the slowest vector is a tenth."""
     ring = topologies.make("ring", 16)

@@ -29,6 +29,7 @@ from powergossip.tasks import models
 from powergossip.training import recorder
 from powergossip.training.ending import Agreement
 from tests.harness.checkpoints import assert_same, end_of, entry_of
+from tests.harness.helpers import DAMAGES, damage
 from tests.harness.killed import run
 from tests.harness.launch import Completed, python
 
@@ -382,19 +383,6 @@ def test_a_forged_checkpoint_is_not_executed(tmp_path: Path) -> None:
     assert not trace.exists()
 
 
-def damage(file: Path, kind: str) -> None:
-    octets = file.read_bytes()
-    middle = len(octets) // 2
-    if kind == "missing":
-        file.unlink()
-    else:
-        flipped = octets[:middle] + bytes([octets[middle] ^ 1]) + octets[middle + 1 :]
-        file.write_bytes({"truncated": octets[:middle], "flipped": flipped, "empty": b""}[kind])
-
-
-DAMAGES = ("truncated", "flipped", "empty", "missing")
-
-
 @pytest.fixture(scope="module")
 def three(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of 3 epochs."""
@@ -489,57 +477,41 @@ def test_a_run_cannot_resume_without_the_rows_before_its_checkpoint(tmp_path: Pa
 
 
 LIMITED = """
-import resource, signal, sys
-import train
-from powergossip.runs import configuration
-from powergossip.training.trainer import Trainer
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-original = Trainer._save
-def save(run, checkpoints, offset, position, score=None):
-    if position[0] == 3:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))
-    original(run, checkpoints, offset, position, score)
-Trainer._save = save
-configuration.run_entry_point(train.main)
-"""
-
-
-def test_a_full_disk_keeps_the_checkpoint_before(finished: Path, tmp_path: Path) -> None:
-    """One sentence; the checkpoint before is intact."""
-    driver = tmp_path / "driver.py"
-    driver.write_text(LIMITED)
-    result = python(driver, *command(tmp_path / "run")[1:])
-    assert result.returncode == 2, result.stderr
-    assert "part-0.pt" in error_of(result)
-    assert "File too large" in error_of(result)
-    assert entry_of(tmp_path / "run")["step"] == 10
-    run(tmp_path / "run", SMALL | {"resume": True})
-    assert rows_of(tmp_path / "run") == rows_of(finished)
-
-
-ROWS_LIMITED = """
 import resource, signal
 import train
 from powergossip.runs import configuration
 from powergossip.training.trainer import Trainer
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-original = Trainer.train
-def limited(run, *rest):
-    resource.setrlimit(resource.RLIMIT_FSIZE, (3_000, 3_000))
-    original(run, *rest)
-Trainer.train = limited
+original = Trainer.{method}
+def limited(run, *rest, **more):
+    if "{method}" == "train" or run.step == 15:
+        resource.setrlimit(resource.RLIMIT_FSIZE, ({size}, {size}))
+    original(run, *rest, **more)
+Trainer.{method} = limited
 configuration.run_entry_point(train.main)
 """
 
 
-def test_a_full_disk_keeps_the_rows_before(tmp_path: Path) -> None:
-    driver = tmp_path / "driver.py"
-    driver.write_text(ROWS_LIMITED)
-    result = python(driver, *command(tmp_path / "run")[1:], processes=2)
+@pytest.mark.parametrize(
+    ("method", "size", "processes", "named"),
+    [("_save", 40_000, None, "part-0.pt"), ("train", 3_000, 2, "run")],
+    ids=["checkpoint", "rows"],
+)
+def test_a_full_disk_is_a_sentence_and_keeps_what_was_before(
+    method: str, size: int, processes: int | None, named: str, finished: Path, tmp_path: Path
+) -> None:
+    """The checkpoint before is intact, from which the run resumes; and so are rows."""
+    driver, folder = tmp_path / "driver.py", tmp_path / "run"
+    driver.write_text(LIMITED.format(method=method, size=size))
+    result = python(driver, *command(folder)[1:], processes=processes)
     assert result.returncode == 2, result.stderr
-    assert str(tmp_path / "run") in error_of(result)
+    assert named in error_of(result)
     assert "File too large" in error_of(result)
-    assert not metrics.load(tmp_path / "run").empty
+    assert not metrics.load(folder).empty
+    if method == "_save":
+        assert entry_of(folder)["step"] == 10
+        run(folder, SMALL | {"resume": True})
+        assert rows_of(folder) == rows_of(finished)
 
 
 # --- The class Checkpoints ------------------------------------------------------------------------

@@ -481,20 +481,3 @@ def test_help_shows_the_comment_of_each_key() -> None:
         ["long=[]", "a comment of two lines"],
         ["last=0.5"],
     ]
-
-
-@pytest.mark.parametrize(
-    ("program", "code", "sentence"),
-    [
-        ("train.config['n_worker'] = 3", 2, "did you mean n_workers"),
-        ("raise ZeroDivisionError", 1, None),
-    ],
-)
-def test_an_error_of_a_driver_that_nobody_catches_is_one_sentence(
-    program: str, code: int, sentence: str | None, tmp_path: Path
-) -> None:
-    (tmp_path / "drive.py").write_text(f"import train\n{program}\n")
-    ended = launch.python(tmp_path / "drive.py")
-    assert ended.returncode == code
-    assert ("Traceback" in ended.stderr) == (sentence is None)
-    assert sentence is None or sentence in ended.stderr

@@ -12,7 +12,6 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from powergossip import trees
 from powergossip.atomic_files import Drafts
 from powergossip.errors import BadInput, CannotWrite, Dropped
 from powergossip.network import Processes
@@ -172,16 +171,6 @@ def test_a_process_changes_nothing_once_another_has_taken_over(tmp_path: Path) -
         Drafts(tmp_path, 0).take_over()
     assert (tmp_path / "file").read_bytes() == b"new"
     assert not (tmp_path / "late").exists()
-
-
-def test_a_tree_keeps_its_shape_and_its_other_leaves() -> None:
-    tree = {"a": [torch.ones(2), 3, None], "b": {"c": torch.zeros(1), "d": "text"}, "e": (1, 2)}
-    doubled = trees.map_tensors(lambda tensor: 2 * tensor, tree)
-    assert doubled["a"][0].tolist() == [2.0, 2.0]
-    assert doubled["a"][1:] == [3, None]
-    assert doubled["b"]["c"].tolist() == [0.0]
-    assert (doubled["b"]["d"], doubled["e"]) == ("text", [1, 2])
-    assert tree["a"][0].tolist() == [1.0, 1.0], "unchanged"  # type: ignore[index]
 
 
 def test_checkpoints_have_folders_of_their_own_and_the_first_of_equal_scores_is_the_best(

@@ -252,12 +252,3 @@ def test_rules_that_take_adamw_take_muon() -> None:
         assert ("muon" in rule.optimizers) == ("adamw" in rule.optimizers), name
     with pytest.raises(ValueError, match="local_optimizer=muon: use sgd or adamw"):
         learning.rule("quasi-global-momentum", "muon")
-
-
-@pytest.mark.long
-def test_a_run_learns() -> None:
-    """With clipping, and compressed messages."""
-    given: dict[str, Any] = {"local_optimizer": "muon", "learning_rate": 0.005}
-    run = after_steps(60, optimizer="ef-sgd", gradient_clipping=1.0, **given)
-    accuracy = run.task.evaluate(run.parameters.models[0])
-    assert accuracy["accuracy"] > 0.85 * accuracy["count"]

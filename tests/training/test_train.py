@@ -26,7 +26,6 @@ from powergossip.errors import BadInput
 from powergossip.network import Network, processes
 from powergossip.runs import metrics, tables
 from powergossip.runs.metrics import Hooks
-from powergossip.runs.output import new_dated_folder
 from powergossip.tasks import models
 from powergossip.tasks.task import Batch, Split
 from powergossip.training import recorder
@@ -681,36 +680,6 @@ def test_a_driver_in_another_folder_replaces_hooks_and_runs_twice(tmp_path: Path
     rows = metrics.load(tmp_path / "second")
     assert rows["epoch"].max() == 1
     assert value(rows, "consensus_distance", type="params_only") < 1e-4, "that is all-reduce"
-
-
-def test_runs_of_the_same_second_get_folders_of_their_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    folders = {new_dated_folder() for _ in range(3)}
-    assert len(folders) == 3
-    assert {folder.resolve().parent for folder in folders} == {tmp_path / "output"}
-
-
-# Several processes.
-
-
-def test_two_processes_with_two_workers_each_equal_one_with_four(tmp_path: Path) -> None:
-    keys = [*SETTINGS, "validation_ratio=0.2", "max_steps_per_epoch=10"]
-    ended = launch.python("train.py", *keys, "--output-dir", tmp_path / "run", processes=2)
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.count("After 1 epoch") == 1, "one table"
-    assert (tmp_path / "run" / "figure.png").exists()
-    rows = metrics.load(tmp_path / "run")
-
-    _, expected = trained(validation_ratio=0.2, max_steps_per_epoch=10)
-    assert json.loads((tmp_path / "run" / "info.json").read_text())["processes"] == 2
-    kept, wanted = (frame[frame["name"] != "phase_seconds"] for frame in (rows, expected))
-    for column in ("name", "epoch", "bits", "messages", "split", "type", "worker"):
-        assert kept[column].astype(str).tolist() == wanted[column].astype(str).tolist()
-    np.testing.assert_allclose(kept["value"], wanted["value"], rtol=1e-4, atol=1e-6)
-    accuracy = kept["name"] == "accuracy"
-    np.testing.assert_allclose(kept[accuracy]["value"], wanted[accuracy]["value"], atol=1e-4)
 
 
 # Measurements of the models.

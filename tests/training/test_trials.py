@@ -459,47 +459,6 @@ def test_of_two_workers_each_is_changed_without_the_other(n: int) -> None:
     assert apart.sum() == n * (n - 1)
 
 
-def test_an_error_of_a_row_is_a_sentence_with_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Mine(Averages):
-        def step(self, x: Tensor) -> Any:
-            yield ToAll(x)
-            raise KeyError("nothing")
-
-    told = "in a trial step with a matrix 32 × 32 .*test_trials.py, line .*: KeyError: 'nothing'"
-    with pytest.raises(ValueError, match=told):
-        try_row(AVERAGING, Mine, monkeypatch)
-
-
-@pytest.mark.parametrize(
-    ("options", "accepted"),
-    [
-        ({"pull": 1, "sign": True, "kind": "a"}, None),
-        ({"pull": "abc"}, "learning_options.pull='abc': use a number"),
-        ({"pull": True}, "learning_options.pull=True: use a number"),
-        ({"sign": 1}, "learning_options.sign=1: use true or false"),
-        ({"kind": 1}, "learning_options.kind=1: use a string"),
-        ({"several": "auto"}, None),
-    ],
-)
-def test_options_of_a_learning_rule_of_a_script_have_types(
-    options: dict[str, Any], accepted: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Mine(Rule):
-        def __init__(  # the type of pull is that of the default
-            self,
-            workers: Any,
-            *,
-            pull=0.5,
-            sign: bool = False,
-            kind: str = "",
-            several: float | str = 1.0,
-        ) -> None: ...
-
-    monkeypatch.setitem(LEARNING, "mine", Mine)
-    with pytest.raises(ValueError, match=accepted) if accepted else nullcontext():
-        settings(optimizer="power-gossip", learning="mine", learning_options=options)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize(("local_optimizer", "local_steps"), [("adamw", 41), ("muon", 1)])
 def test_a_learning_rule_of_a_script_has_any_local_optimizer_and_many_local_steps(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from powergossip import kernels, tasks
-from powergossip.runs import figures, metrics, tables
+from powergossip.runs import metrics
 from powergossip.tasks import language
 from powergossip.tasks.images import ImageClassification, LabeledImages
 from powergossip.tasks.shards import held_out
@@ -197,32 +197,3 @@ def test_validation_rows_are_of_the_models_on_the_held_out_samples() -> None:
         for name in ("accuracy", "cross_entropy"):
             found = value(rows, name, split="valid", worker=worker)
             assert found == pytest.approx(sums[name] / sums["count"])
-
-
-@pytest.mark.long
-def test_the_summary_and_the_figure_have_the_validation_accuracy(tmp_path: Path) -> None:
-    def row(split: str, value: float, epoch: int, **tags: Any) -> dict[str, Any]:
-        common = {"name": "accuracy", "split": split, "value": value, "epoch": epoch, "bits": 8}
-        return common | {"messages": 1, "seconds": 1.0} | tags
-
-    rows = pd.DataFrame(
-        [
-            row(split, value, epoch, worker=0 if split in ("test", "valid") else None)
-            for epoch in (1, 2)
-            for split, value in (
-                ("test", 0.5),
-                ("valid", 0.25),
-                ("test_avg", 0.75),
-                ("valid_avg", 0.625 + epoch / 16),
-            )
-        ]
-    )
-    lines = tables.summary(rows).splitlines()
-    (line,) = [line for line in lines if "validation accuracy" in line]
-    assert line.split()[-1] == "75.00%"
-    figures.figure(rows, tmp_path / "figure.svg")
-    assert "mean model, validation" in (tmp_path / "figure.svg").read_text()
-    without = rows[~rows["split"].str.startswith("valid")]
-    assert "validation" not in tables.summary(without)
-    figures.figure(without, tmp_path / "figure.svg")
-    assert "validation" not in (tmp_path / "figure.svg").read_text()
