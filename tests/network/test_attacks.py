@@ -17,7 +17,7 @@ import pytest
 
 from powergossip.errors import BadInput
 from powergossip.network.internet import handshake, meeting
-from powergossip.network.internet.codec import BadMessage, decoded
+from powergossip.network.internet.codec import BadMessage, decoded, encoded
 from powergossip.network.internet.node import PROTOCOL, Node
 from powergossip.training.definition import settings
 from tests.harness import internet
@@ -118,10 +118,14 @@ class Attacker:
     async def enter(self, secret: bytes = SECRET) -> None:
         stream = await self.connection.open_bi()
         await handshake.dial(stream, secret, self.key, self.victim.key)
+        await stream.send().write_all(b"n")
         if self.key < self.victim.key:
             await stream.send().write_all(b"\1")
         else:
             await stream.recv().read_exact(1)
+        nothing = encoded({})
+        await stream.send().write_all(struct.pack("<Q", len(nothing)) + nothing)
+        await stream.recv().read_exact(8 + len(nothing))
 
     async def write(self, *parts: bytes) -> None:
         stream = await self.connection.open_uni()
