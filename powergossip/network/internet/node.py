@@ -545,16 +545,17 @@ class Node:
 
     async def _dial(self, key: bytes) -> None:
         """Call a machine until there is a connection."""
-        others: list[bytes] = []
+        asks = self.known_link(key) is not None
         while self._misses(key):
-            with suppress(TimeoutError, self._iroh.IrohError):
-                for other in others:
-                    await asyncio.wait_for(self._ask_for(key, other), _TRY)
-                await asyncio.wait_for(self._call(key), _TRY if others else None)
-                continue
-            await asyncio.sleep(0.5)
             links = [link for of in self._links if (link := self.known_link(of)) is not None]
-            others = [link.key for link in links if not link.is_down and not link.is_lost]
+            others = [of.key for of in links if asks and not of.is_down and not of.is_lost]
+            asking = (asyncio.wait_for(self._ask_for(key, other), _TRY) for other in others)
+            await asyncio.gather(*asking, return_exceptions=True)
+            try:
+                await asyncio.wait_for(self._call(key), _TRY)
+            except (TimeoutError, self._iroh.IrohError):
+                await asyncio.sleep(0.5)
+            asks = True
 
     async def _connect(self, key: bytes) -> Any:
         """A connection with a machine, at all of its addresses that are known."""

@@ -65,7 +65,7 @@ class Links:
             from powergossip.network.internet.wire import InternetWire, identities_of
 
             identities = identities_of(communicator)
-            wire = liveness = InternetWire(communicator)
+            wire = liveness = InternetWire(communicator, worker_timeout)
             away = wire.is_away
         else:
             identities, away = exchange_identities(communicator), False
