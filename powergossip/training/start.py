@@ -5,6 +5,7 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
+from powergossip.errors import BadInput
 from powergossip.network import Processes, launch, processes
 from powergossip.runs.configuration import Request
 from powergossip.runs.metrics import Hooks
@@ -62,6 +63,8 @@ def begin(request: Request) -> NewRun:
         BadInput: In all processes, for a request that cannot be carried out.
     """
     asked, name = request.config, request.folder
+    if asked.evaluate_only and asked.ticket is not None:
+        raise BadInput("evaluate_only=true: use no ticket, and the checkpoints of all machines")
     found = processes(
         asked.distributed_backend,
         asked.distributed_init_file,

@@ -13,12 +13,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 
-from powergossip.errors import BadInput
+from powergossip.errors import BadInput, Dropped
 from powergossip.network.internet import handshake, meeting
 from powergossip.network.internet.codec import BadMessage, decoded, encoded
 from powergossip.network.internet.node import PROTOCOL, Node
+from powergossip.network.resilient.failure_detector import DATA
+from powergossip.network.resilient.links import Links
+from powergossip.network.resilient.messages import framed
 from powergossip.training.definition import settings
 from tests.harness import internet
 from tests.harness.attacked import SECRET
@@ -391,3 +395,46 @@ def test_members_that_do_not_speak_the_protocol_take_no_place(
 def test_a_relay_that_is_no_address() -> None:
     with pytest.raises(BadInput, match="relay=https://x y: use n0, or the URL of a relay"):
         Node(SECRET, os.urandom(32), 0, "https://x y")
+
+
+def test_members_with_wrong_headers_are_lost_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A payload of any numbers, such as NaN, is no header: it arrives."""
+    short = framed(DATA, 5, 0, 0, b"12")
+    short[24] = 9  # bytes of its payload
+    wrong = {
+        2: (framed(DATA, 1, 0, 0, b""), "a message from worker 1 to worker 0"),
+        3: (framed(DATA, 3, -1, 0, b""), "a message from worker 3 to worker -1"),
+        4: (framed(77, 4, 0, 0, b""), "a message of kind 77"),
+        5: (short, "a message of kind -2"),
+    }
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    machines = internet.in_threads(6)
+
+    def run(rank: int) -> tuple[list[int], int]:
+        links = Links(machines[rank], range(6), worker_timeout=20)
+        if rank in wrong:
+            links.send(rank, 0, 0, np.array([np.nan]))
+        links.group.barrier()
+        arrived = links.poll()
+        if rank in wrong:
+            wire: Any = links._peers.wire
+            wire._lines[0].put(wrong[rank][0])
+            wire.send(0, DATA, rank, 0, 1)
+            with pytest.raises(Dropped):
+                links.group.barrier()
+        while len(links.alive) > 2 and rank not in wrong:
+            links.wait(1.0)
+            links.poll()
+        if rank not in wrong:
+            links.group.barrier()
+        return links.group.members, len(arrived)
+
+    with ThreadPoolExecutor(6) as pool:
+        found = list(pool.map(run, range(6)))
+        list(pool.map(lambda machine: machine.node.close(""), machines))
+    assert found[:2] == [([0, 1], 4), ([0, 1], 0)]
+    said = capsys.readouterr().err
+    for process, (_, sentence) in wrong.items():
+        assert f"process {process} is lost: it has sent {sentence}\n" in said
