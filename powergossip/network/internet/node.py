@@ -2,7 +2,8 @@
 
 A connection of QUIC has a stream for each tag and direction. A message is its length and its bytes.
 The receiver knows the length before, or a limit. Bytes for which it does not ask stay with the
-sender: QUIC's windows bound the memory.
+sender: QUIC's windows bound the memory. After a silence, both call again. They then send all bytes
+again that the other one has not read.
 
 Of two machines, either may call the other, or both at the same time, which opens the way through
 most NATs. The machine with the lower key then chooses the connection.
@@ -21,7 +22,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar
 
 from powergossip.errors import BadInput, PeerLost
@@ -564,7 +565,8 @@ class Node:
         place = self._iroh.EndpointAddr(endpoint, relay, list(self._places.get(key, ())))
         return await self.endpoint.connect(place, self.protocol)
 
-    async def _greet(self, key: bytes, why: bytes) -> tuple[Any, Any]:
+    @asynccontextmanager
+    async def _calling(self, key: bytes, why: bytes) -> AsyncIterator[tuple[Any, Any]]:
         """A connection with a machine that knows the secret, and its first stream.
 
         Raises PermissionError if it refuses.
@@ -575,36 +577,29 @@ class Node:
             stream = await connection.open_bi()
             await handshake.dial(stream, self._secret, self.key, key)
             await stream.send().write_all(why)
-            return connection, stream
+            yield connection, stream
         except self._iroh.IrohError as error:
-            self._check(error, connection)
+            reason = connection.close_reason() if connection else None
+            if _other_protocol(error):
+                reason = _REFUSALS[handshake.WrongSecret]
+            for text in _REFUSALS.values():
+                if reason and text in reason:
+                    raise PermissionError(text) from error
             raise
-
-    def _check(self, error: Any, connection: Any) -> None:
-        """Raise PermissionError if a connection has failed because the other machine refuses it."""
-        reason = connection.close_reason() if connection else None
-        if _other_protocol(error):
-            reason = _REFUSALS[handshake.WrongSecret]
-        for text in _REFUSALS.values():
-            if reason and text in reason:
-                raise PermissionError(text) from error
 
     async def _call(self, key: bytes) -> None:
-        connection, stream = await self._greet(key, _AGAIN if self.known_link(key) else _NEW)
-        try:
+        why = _AGAIN if self.known_link(key) else _NEW
+        async with self._calling(key, why) as (connection, stream):
             await self._choose(key, connection, stream)
-        except self._iroh.IrohError as error:
-            self._check(error, connection)
-            raise
 
     async def _ask_for(self, key: bytes, other: bytes) -> None:
         """Ask another machine where it sees one, and to tell that where it sees this one.
 
         A new connection shows the present address of this machine, after a change of its router.
         """
-        connection, stream = await self._greet(other, _WHERE + key)
-        self._find(key, (await stream.recv().read_to_end(_MOST)).decode())
-        connection.close(ENDED, b"")
+        async with self._calling(other, _WHERE + key) as (connection, stream):
+            self._find(key, (await stream.recv().read_to_end(_MOST)).decode())
+            connection.close(STRANGER, b"")
 
     def _find(self, key: bytes, address: str) -> None:
         """A machine has been seen at an address."""
@@ -616,15 +611,11 @@ class Node:
         """Tell a caller where this machine sees another one, and vice versa."""
         sought = await stream.recv().read_exact(handshake.LENGTH)
         link = self.known_link(sought)
-        if link is not None and not link.is_down:
-            self._keep(self._tell_place(link, caller))
+        if link is not None and not (link.is_down or link.is_lost):
+            await link.send(_PLACES, caller + self._seen.get(caller, "").encode())
             await stream.send().write_all(self._seen.get(sought, link.address).encode())
         await stream.send().finish()
         await connection.closed()
-
-    async def _tell_place(self, link: Link, of: bytes) -> None:
-        with suppress(PeerLost):
-            await link.send(_PLACES, of + self._seen.get(of, "").encode())
 
     async def _meet_seekers(self, link: Link) -> None:
         """Call machines that look for this one, at once: that opens the way through a NAT."""
@@ -732,6 +723,7 @@ class Node:
             PermissionError,
             LookupError,
             BadMessage,
+            PeerLost,
         ) as error:
             text = _REFUSALS.get(type(error), "no handshake")
             if connection is not None and connection.close_reason() is None:
