@@ -119,6 +119,7 @@ class Link:
         self._inboxes: dict[int, _Inbox] = {}
         self._end, self._sent_before = "", 0
         self._changed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._accepting = asyncio.ensure_future(self._accept(connection))
         self._holding = asyncio.ensure_future(self._hold(again))
 
     @property
@@ -175,14 +176,12 @@ class Link:
         """Look for a new connection whenever the other machine is silent, and has not ended."""
         while not self.is_lost:
             connection = self.connection
-            accepting = asyncio.ensure_future(self._accept(connection))
             closed = asyncio.ensure_future(connection.closed())
             heard = -1
             while not closed.done() and heard != self.packets:
                 heard = self.packets
                 self.ping()
                 await asyncio.wait([closed], timeout=_SILENT)
-            accepting.cancel()
             closed.cancel()
             if self.connection is connection and not self.is_lost:
                 self.suspend()
@@ -202,6 +201,7 @@ class Link:
         """Go on with another connection, behind the bytes that the other machine has read."""
         self._sent_before = self.sent_bytes
         self.connection, self.is_down = connection, False
+        self._accepting = asyncio.ensure_future(self._accept(connection))
         try:
             for tag, outgoing in self._outgoing.items():
                 missing = outgoing.since(read.get(tag, 0))
@@ -263,11 +263,14 @@ class Link:
                     raise self.lost()
                 either = opened, self._changed
                 await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            with suppress(iroh().IrohError):
+            try:
                 octets = bytes(await opened.result().read_exact(length))
                 if opened is inbox.stream:  # otherwise they will come again
                     inbox.read += length
                     return octets
+            except iroh().IrohError:
+                if connection.close_reason() is None:
+                    raise self.misbehaved("a stream has ended") from None
             await self._replaced(connection)
 
     def is_ahead(self, tag: int) -> bool:
@@ -305,12 +308,8 @@ class Link:
                 except iroh().IrohError:
                     await self._replaced(connection)  # which has sent the part again
 
-    async def _parts(self, tag: int, check: Callable[[int], str]) -> AsyncIterator[bytes]:
-        """The parts of the next message of a tag that this machine uses.
-
-        Args:
-            check: Function that returns what is wrong with a length, or "".
-        """
+    async def _parts(self, tag: int, limit: int, exactly: bool) -> AsyncIterator[bytes]:
+        """The parts of the next message of a tag that this machine uses."""
         inbox = self._inbox(tag)
         if not inbox.is_used:
             inbox.is_used = True
@@ -320,8 +319,10 @@ class Link:
                 missing = await asyncio.shield(inbox.length)
             except PeerLost:
                 raise self.lost() from None
-            if wrong := check(missing):
-                raise self.misbehaved(wrong)
+            if exactly and missing != limit:
+                raise self.misbehaved(f"{missing} bytes have come instead of {limit}")
+            if missing > limit:
+                raise self.misbehaved(f"a message of {missing} bytes has come, above {limit}")
             while missing:
                 part = await self._read(inbox, min(missing, _PART))
                 missing -= len(part)
@@ -330,22 +331,13 @@ class Link:
 
     async def receive(self, tag: int, memory: memoryview) -> None:
         """Receive a message of exactly this length."""
-
-        def check(length: int) -> str:
-            expected = f"{length} bytes have come instead of {len(memory)}"
-            return "" if length == len(memory) else expected
-
-        async for part in self._parts(tag, check):
+        async for part in self._parts(tag, len(memory), exactly=True):
             memory[: len(part)] = part
             memory = memory[len(part) :]
 
     async def receive_any(self, tag: int, limit: int) -> bytes:
         """Receive a message of at most `limit` bytes."""
-
-        def check(length: int) -> str:
-            return "" if length <= limit else f"a message of {length} bytes has come, above {limit}"
-
-        return b"".join([part async for part in self._parts(tag, check)])
+        return b"".join([part async for part in self._parts(tag, limit, exactly=False)])
 
 
 def _observe(future: "asyncio.Future[Any]") -> None:
