@@ -188,5 +188,7 @@ def test_a_killed_machine_ends_the_others(net: Internet, tmp_path: Path, killed:
         net.host(name, number)
     run = Run(net, tmp_path, "first a b", 600)
     run.wait()
+    said = (tmp_path / ("first", "a")[killed]).read_text()
+    (process,) = re.findall(r"process (\d) has met", said)
     run.processes[killed].kill()
-    run.fails(f"the connection to process {killed} is lost", "it has ended with exit code 1")
+    run.fails(f"the connection to process {process} is lost", "it has ended with exit code 1")
