@@ -35,6 +35,8 @@ def unpacked(k: int, payload: Tensor, like: Tensor, known: View, with_view: bool
     if with_view:
         view, start = _view_of(data[3:], len(known))
         start += 3
+        if len(view) != len(known):
+            raise ValueError("the view is too short")
     part = payload[start:].clone().view(dtype)  # aligned
     return Message(k, incarnation, view, part.to(like.device))
 

@@ -300,7 +300,12 @@ class WallClock(Clock):
         for i, j, k, payload in self.links.poll():
             worker = self._lives[j].worker
             like = worker.rule.variables()[0]
-            worker.receive(i, unpacked(k, payload, like, self._versions, self.survives))
+            try:
+                message = unpacked(k, payload, like, self._versions, self.survives)
+            except (IndexError, RuntimeError, ValueError):
+                self.links.reject(self.links.homes[i], f"a message of {len(payload)} bytes")
+                continue
+            worker.receive(i, message)
             edge = worker.edges.get(i)
             if edge is not None and edge.own is not None and edge.k == k:
                 pending = self._pending_of(j, i)
@@ -312,6 +317,9 @@ class WallClock(Clock):
             lives.worker.learn(self._versions)
             self._write_order(lives.worker)
         for process, note in self.links.notes():
+            if len(note) != 16:
+                self.links.reject(process, f"a note of {len(note)} bytes")
+                continue
             kind, value = note.numpy().view(np.int64).tolist()
             if kind == _PROGRESS:
                 self._progress[process] = value

@@ -218,13 +218,14 @@ class Worker:
         self._note("start", j, edge.k)
 
     def apply(self, j: int) -> None:
-        """x_i ← x_i + u_ij of the pending exchange with j, or skip it if a part was lost."""
+        """x_i ← x_i + u_ij of the pending exchange with j, or skip it without a part that fits."""
         edge = self.edges[j]
         assert edge.own is not None
         assert edge.own.part is not None
         received = edge.inbox.pop(edge.k)
-        self._note("skip" if received.part is None else "apply", j, edge.k)
-        if received.part is not None:
+        fits = received.part is not None and received.part.shape == edge.own.part.shape
+        self._note("apply" if fits else "skip", j, edge.k)
+        if fits and received.part is not None:
             view = union(edge.own.view, received.view)
             weight = self._members.weight(self.index, j, view)
             if weight:
@@ -243,7 +244,11 @@ class Worker:
         """Take a message from j. It is ignored if its edge no longer exists."""
         self.learn(message.view)
         edge = self.edges.get(j)
-        if edge is not None and message.incarnation == edge.incarnation and message.k >= edge.k:
+        if (
+            edge is not None
+            and message.incarnation == edge.incarnation
+            and 0 <= message.k - edge.k <= 1
+        ):
             edge.inbox[message.k] = message
 
     # --- Members ---

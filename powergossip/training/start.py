@@ -63,6 +63,8 @@ def begin(request: Request) -> NewRun:
     asked, name = request.config, request.folder
     if asked.ticket is None and "ticket" in request.explicit:
         raise BadInput("ticket= is empty; use new, a ticket, or the name of a run, or leave it out")
+    if asked.evaluate_only and asked.ticket is not None:
+        raise BadInput("evaluate_only=true: use no ticket, and the checkpoints of all machines")
     if asked.ticket == "new":  # before other machines are asked to join
         planned = Processes.on_machines(asked.n_workers or 1)
         with planned.agreed():

@@ -83,6 +83,14 @@ class Internet:
         limit = f"qdisc replace dev {device} root tbf rate {rate} burst 5k limit 50k"
         batch("tc", [limit], self.of(name))
 
+    def lose(self, name: str, percent: int) -> None:
+        """Lose packets from and to a host."""
+        lines = ["add table inet loss"]
+        for hook in ("input", "output"):
+            lines.append(f"add chain inet loss {hook} {{ type filter hook {hook} priority 0; }}")
+            lines.append(f"add rule inet loss {hook} numgen random mod 100 < {percent} drop")
+        self.nft(name, *lines)
+
     def command(self, name: str, *words: str) -> list[str]:
         return ["ip", "netns", "exec", self.of(name), *words]
 

@@ -13,12 +13,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 
 from powergossip.errors import BadInput
-from powergossip.network.internet import handshake, meeting
-from powergossip.network.internet.codec import BadMessage, decoded
+from powergossip.network.internet import handshake, meeting, wire
+from powergossip.network.internet.codec import BadMessage, decoded, encoded
 from powergossip.network.internet.node import PROTOCOL, Node
+from powergossip.network.resilient import messages
+from powergossip.network.resilient.failure_detector import DATA, DROPPED
+from powergossip.network.resilient.links import Links
 from powergossip.training.definition import settings
 from tests.harness import internet
 from tests.harness.attacked import SECRET
@@ -118,10 +122,14 @@ class Attacker:
     async def enter(self, secret: bytes = SECRET) -> None:
         stream = await self.connection.open_bi()
         await handshake.dial(stream, secret, self.key, self.victim.key)
+        await stream.send().write_all(b"n")
         if self.key < self.victim.key:
             await stream.send().write_all(b"\1")
         else:
             await stream.recv().read_exact(1)
+        nothing = encoded({})
+        await stream.send().write_all(struct.pack("<Q", len(nothing)) + nothing)
+        await stream.recv().read_exact(8 + len(nothing))
 
     async def write(self, *parts: bytes) -> None:
         stream = await self.connection.open_uni()
@@ -387,3 +395,55 @@ def test_members_that_do_not_speak_the_protocol_take_no_place(
 def test_a_relay_that_is_no_address() -> None:
     with pytest.raises(BadInput, match="relay=https://x y: use n0, or the URL of a relay"):
         Node(SECRET, os.urandom(32), 0, "https://x y")
+
+
+def test_members_with_wrong_headers_are_lost_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A payload of any numbers, such as NaN, is no header: it arrives."""
+    cut = 50  # the kind that stands for a message without its last byte
+    wrong = {
+        2: ((DATA, 1, 0), "a message from worker 1 to worker 0"),
+        3: ((DATA, 3, -1), "a message from worker 3 to worker -1"),
+        4: ((77, 4, 0), "a message of kind 77"),
+        5: ((cut, 5, 0), "a message of kind -2"),
+    }
+
+    def framed(kind: int, *rest: Any) -> np.ndarray:
+        return messages.framed(DATA, *rest)[:-1] if kind == cut else messages.framed(kind, *rest)
+
+    monkeypatch.setattr(wire, "framed", framed)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    machines = internet.in_threads(6)
+
+    def attack(rank: int) -> None:
+        member = wire.InternetWire(machines[rank], 20)
+        member.send(0, DATA, rank, 0, payload=np.array([np.nan]))
+        answers = [DATA, DROPPED]
+        while answers:
+            for message in member.receive():
+                if message.source == 0 and message.kind == answers[0]:
+                    answers.pop(0)
+                    (kind, i, j), _ = wrong[rank]
+                    member.send(0, kind, i, j, payload=b"12")
+
+    def run(rank: int) -> tuple[list[int], int]:
+        links = Links(machines[rank], range(6), worker_timeout=20)
+        arrived: list[int] = []
+        while len(links.alive) > 2:
+            links.wait(1.0)
+            arrived += [i for i, *_ in links.poll()]
+            for i in set(wrong) - set(answered) if len(arrived) == len(wrong) else ():
+                links.send(0, i, 0, b"")
+                answered.append(i)
+        links.group.barrier()
+        return links.group.members, len(arrived)
+
+    answered: list[int] = []
+    with ThreadPoolExecutor(6) as pool:
+        found = list(pool.map(lambda rank: (attack if rank in wrong else run)(rank), range(6)))
+        list(pool.map(lambda machine: machine.node.close(""), machines))
+    assert found[:2] == [([0, 1], 4), ([0, 1], 0)]
+    said = capsys.readouterr().err
+    for process, (_, sentence) in wrong.items():
+        assert f"process {process} is lost: it has sent {sentence}\n" in said

@@ -1,5 +1,6 @@
 """Machines that meet with a ticket: messages, agreements, strangers and losses."""
 
+import asyncio
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -112,6 +113,50 @@ def test_a_machine_that_leaves_is_lost_for_the_others_with_its_reason(machines: 
     request.start()
     with pytest.raises(PeerLost, match="process 1"):
         request.wait()
+
+
+def test_messages_survive_the_loss_of_connections(machines: Any) -> None:
+    """They arrive once and in order, whichever end closes a connection, at whatever time."""
+    first, second = machines(2)
+    lengths = [(7919 * k) % 2**17 for k in range(60)] + [3 * 2**20, 0]
+    messages = {tag: [bytes([k % 251, tag]) * n for k, n in enumerate(lengths)] for tag in (0, 5)}
+
+    async def run(processes: InternetProcesses) -> list[list[bytes]]:
+        link = await processes.link(1 - processes.rank)
+        found: list[list[bytes]] = [[], []]
+
+        async def send(tag: int) -> None:
+            for message in messages[tag]:
+                await link.send(tag, message)
+
+        async def receive(tag: int, into: list[bytes]) -> None:
+            for _ in messages[tag]:
+                into.append(await link.receive_any(tag, 2**23))
+
+        async def interrupt() -> None:
+            for k in range(6):
+                await asyncio.sleep(0.01 + 0.07 * k)
+                if k % 2 == processes.rank:
+                    link.connection.close(node.SILENT, b"")
+
+        ways = zip(messages, found, strict=True)
+        works = [of for tag, into in ways for of in (send(tag), receive(tag, into))]
+        await asyncio.gather(interrupt(), *works)
+        return found
+
+    assert everywhere([first, second], lambda p: p.node.wait(run(p))) == [[*messages.values()]] * 2
+
+
+def test_a_machine_is_found_where_another_one_sees_it() -> None:
+    """Two machines that know the address of a third one alone: each is told that of the other."""
+    first, *others = nodes = [Node(bytes(32), os.urandom(32), 0) for _ in range(3)]
+    for other in others:
+        other.knows(first.key, first.addresses)
+        other.wait(other.link(first.key))
+    link = others[0].wait(others[0].link(others[1].key))
+    assert link.address.endswith(f":{others[1].port}")
+    for of in nodes:
+        of.close("")
 
 
 def test_another_length_than_is_due_ends_the_connection(machines: Any) -> None:

@@ -43,6 +43,8 @@ class Run:
 
     def __init__(self, net: Internet, folder: Path, hosts: str, seconds: int, **given: object):
         length = given.pop("length", 10**4)
+        timeout = given.pop("worker_timeout", None)  # of exchanges by edges
+        variables = {} if timeout is None else {"WORKER_TIMEOUT": str(timeout)}
         self._outputs = [folder / host for host in hosts.split()]
         self.processes = [
             subprocess.Popen(
@@ -51,7 +53,7 @@ class Run:
                     *(str(len(hosts.split())), str(seconds), str(length)),
                     json.dumps(given if rank == 0 else {}),
                 ),
-                env={**os.environ, "XDG_STATE_HOME": str(folder / f"state-{rank}")},
+                env={**os.environ, **variables, "XDG_STATE_HOME": str(folder / f"state-{rank}")},
                 cwd=ROOT,
                 stdout=output.open("w"),
                 stderr=subprocess.STDOUT,
@@ -134,6 +136,35 @@ def test_a_new_address_and_a_cut_link(net: Internet, tmp_path: Path) -> None:
     assert addresses(said["b"]) == {f"{PUBLIC}.1", f"{PUBLIC}.77"}
 
 
+@pytest.mark.parametrize("worker_timeout", [None, 30])
+def test_a_router_with_another_address(
+    net: Internet, tmp_path: Path, worker_timeout: int | None
+) -> None:
+    """The machine behind it, and one behind another NAT, meet again at the address that the first
+    machine sees. No message is lost or comes twice."""
+    net.host("first", 1)
+    two_nats(net)
+    run = Run(net, tmp_path, "first a b", 25, worker_timeout=worker_timeout)
+    run.wait()
+    replaced = f"address del {PUBLIC}.12/24 dev eth0", f"address add {PUBLIC}.77/24 dev eth0"
+    net.ip("router-a", *replaced)
+    said = run.ends()
+    assert addresses(said["b"]) == {f"{PUBLIC}.1", f"{PUBLIC}.77"}
+
+
+def test_packets_are_lost_and_a_link_is_cut_for_a_minute(net: Internet, tmp_path: Path) -> None:
+    """Neither loses a message, nor a machine before worker_timeout."""
+    for number, name in enumerate(("first", "a", "b"), 1):
+        net.host(name, number)
+    net.lose("a", 3)
+    run = Run(net, tmp_path, "first a b", 80, worker_timeout=120)
+    run.wait()
+    net.ip("switch", "link set b-eth0 down")
+    time.sleep(60)
+    net.ip("switch", "link set b-eth0 up")
+    run.ends()
+
+
 def test_slow_and_asymmetric_links(net: Internet, tmp_path: Path) -> None:
     for number, (name, rate) in enumerate((("first", "10mbit"), ("a", "1mbit")), 1):
         net.host(name, number)
@@ -157,5 +188,7 @@ def test_a_killed_machine_ends_the_others(net: Internet, tmp_path: Path, killed:
         net.host(name, number)
     run = Run(net, tmp_path, "first a b", 600)
     run.wait()
+    said = (tmp_path / ("first", "a")[killed]).read_text()
+    (process,) = re.findall(r"process (\d) has met", said)
     run.processes[killed].kill()
-    run.fails(f"the connection to process {killed} is lost", "it has ended with exit code 1")
+    run.fails(f"the connection to process {process} is lost", "it has ended with exit code 1")

@@ -23,7 +23,8 @@ What is promised, and to whom:
   nothing is unpickled. The keys of a run that a joiner accepts are in powergossip/join.py. Messages
   for which a machine does not ask take 250 MB of another machine's at most.
 - The machines of a run trust each other: one that sends wrong numbers spoils the model. One that
-  shows no sign of life for 30 s, or sends another length than is due, ends the run with a sentence.
+  shows no sign of life for 30 s, or sends another length than is due, ends the run with a sentence,
+  or is lost. The last 16 MB of each tag are kept, for another connection.
   One that lives and sends nothing holds it up, with a line on the standard error.
 - Servers of others see nothing: without the option `relay`, messages go directly.
 """

@@ -38,7 +38,7 @@ from powergossip.network.internet.tickets import Place, Record, Ticket
 NEW = "new"
 _LOOK = 0.2  # seconds
 _FIRST = 5.0  # seconds for which the first machine looks for a run that goes on
-_ALL = 3.0  # seconds from the first answer of a run that goes on to the last one
+_ALL = 10.0  # seconds from the first answer of a run that goes on to the last one
 OPTIONS = "port, addresses and relay"
 
 

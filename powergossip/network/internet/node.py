@@ -2,7 +2,8 @@
 
 A connection of QUIC has a stream for each tag and direction. A message is its length and its bytes.
 The receiver knows the length before, or a limit. Bytes for which it does not ask stay with the
-sender: QUIC's windows bound the memory.
+sender: QUIC's windows bound the memory. After a silence, both call again. They then send all bytes
+again that the other one has not read.
 
 Of two machines, either may call the other, or both at the same time, which opens the way through
 most NATs. The machine with the lower key then chooses the connection.
@@ -18,9 +19,10 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar
 
 from powergossip.errors import BadInput, PeerLost
@@ -40,17 +42,24 @@ _MOST = 2**16  # bytes of a caller before its proof
 _TAGS = 2**15 + 2**8
 _STREAMS = 100  # of tags that this machine does not use yet, at most
 _PART = 2**20  # bytes of a long message that are copied at once
+_KEPT = 2**24  # bytes of a tag: more than QUIC and the other machine may have without a reader
+_SILENT = 5.0  # seconds without an answer, after which another connection is tried
+_TRY = 3.0  # seconds, for one of several attempts
 QUIET = 10.0  # seconds between two lines about strangers
 _SIZE = struct.Struct("<Q")
 _TAG = struct.Struct("<I")
 _CHOSEN = b"\1"
+_NEW, _AGAIN, _WHERE = b"n", b"a", b"w"  # why a machine calls
 MEETING, ANSWER = TOKEN + 4, TOKEN + 6  # tags of machines that join or come back, and of answers
+_PLACES = TOKEN + 7  # tag of places of machines that look for the receiver
 LIMIT = 2**20  # bytes of one of them
 RUNNING, AWAY, READY = "running", "away", "ready"
-ENDED, STRANGER, MISBEHAVED = range(3)  # codes of closed connections
+ENDED, MISBEHAVED, STRANGER, SILENT = range(1, 5)  # codes of closed connections
+SILENCE = "no sign of life"
 _REFUSALS: dict[type[BaseException], str] = {
     handshake.WrongSecret: "another secret",
     PermissionError: "the run has all its machines",
+    LookupError: SILENCE + " for too long",
 }
 
 
@@ -60,48 +69,63 @@ class _Inbox:
     def __init__(self) -> None:
         self.turn = asyncio.Lock()
         self.stream: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self.length: asyncio.Future[int] | None = None  # of the next message
+        self.read = 0  # bytes
+        self.length: asyncio.Future[int]  # of the next message
         self.is_used = False  # by this machine
 
-    def opened(self, stream: Any) -> None:
-        if not self.stream.done():
-            self.stream.set_result(stream)
-            self.read_length()
 
-    def read_length(self) -> None:
-        """Read the length of the next message ahead: it shows that one has come."""
+class _Outgoing:
+    """The messages of a tag to another machine.
 
-        async def length() -> int:
-            return int(*_SIZE.unpack(await self.stream.result().read_exact(_SIZE.size)))
+    Attributes:
+        stream: Stream of the present connection.
+        sent: Number of bytes.
+    """
 
-        self.length = asyncio.ensure_future(length())
-        self.length.add_done_callback(lambda done: done.cancelled() or done.exception())
+    def __init__(self, stream: "asyncio.Future[Any]"):
+        self.turn, self.stream, self.sent = asyncio.Lock(), stream, 0
+        self._kept: deque[bytes] = deque()  # the last ones
+        self._held = 0  # bytes
 
-    @property
-    def is_ahead(self) -> bool:
-        """True if a message has come for which nobody waits."""
-        return self.length is not None and self.length.done() and not self.turn.locked()
+    def keep(self, octets: bytes) -> None:
+        self._kept.append(octets)
+        self.sent, self._held = self.sent + len(octets), self._held + len(octets)
+        while self._held - len(self._kept[0]) > _KEPT:
+            self._held -= len(self._kept.popleft())
+
+    def since(self, read: Any) -> bytes:
+        """The bytes that the other machine has not read. Raises ValueError."""
+        if type(read) is not int or not self.sent - self._held <= read <= self.sent:
+            raise ValueError("it has read a wrong number of bytes")
+        return b"".join(self._kept)[self._held + read - self.sent :]
 
 
 class Link:
-    """A connection to another machine that knows the secret.
+    """Messages to and from another machine that knows the secret.
+
+    It survives the loss of its connection: a new one goes on after the last byte that was read.
 
     Attributes:
         key: Public key of the machine.
         name: Its name in errors.
         connection: The connection of iroh.
+        is_down: True while a new connection is looked for.
     """
 
-    def __init__(self, key: bytes, connection: Any):
+    def __init__(self, key: bytes, connection: Any, again: Callable[["Link"], Awaitable[None]]):
         self.key, self.name, self.connection = key, f"machine {key.hex()[:8]}", connection
-        self._outgoing: dict[int, tuple[asyncio.Lock, asyncio.Future[Any]]] = {}
+        self.is_down = False
+        self._outgoing: dict[int, _Outgoing] = {}
         self._inboxes: dict[int, _Inbox] = {}
-        self._offence = ""
-        self._accepting = asyncio.ensure_future(self._accept())
+        self._end, self._sent_before = "", 0
+        self._changed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._accepting = asyncio.ensure_future(self._accept(connection))
+        self._holding = asyncio.ensure_future(self._hold(again))
 
     @property
     def is_lost(self) -> bool:
-        return self.connection.close_reason() is not None
+        reason = self.connection.close_reason() or ""
+        return self._end != "" or any(f"(code {code})" in reason for code in (ENDED, MISBEHAVED))
 
     @property
     def address(self) -> str:
@@ -112,7 +136,7 @@ class Link:
     @property
     def is_silent(self) -> bool:
         """True if it is lost because nothing has arrived: the other machine may live."""
-        return "timed out" in (self.connection.close_reason() or "")
+        return self._end.startswith(SILENCE)
 
     @property
     def packets(self) -> int:
@@ -121,120 +145,205 @@ class Link:
 
     def ping(self) -> None:
         """Send a packet that the other machine acknowledges."""
-        self.connection.send_datagram(b"")
+        with suppress(iroh().IrohError):
+            self.connection.send_datagram(b"")
 
     @property
     def sent_bytes(self) -> int:
         """Bytes of the UDP datagrams that this machine has sent, with all headers of QUIC."""
-        return int(self.connection.stats().udp_tx_bytes)
+        return self._sent_before + int(self.connection.stats().udp_tx_bytes)
 
     def close(self, code: int, text: str) -> None:
+        self._end = self._end or text
         self.connection.close(code, text.encode()[:200])
+        self._change()
 
-    def lost(self, error: Exception | None = None) -> PeerLost:
+    def lost(self) -> PeerLost:
         """The error of a lost connection."""
-        text = self._offence or self.connection.close_reason() or str(error)
-        if "timed out" in text:
-            text = "no sign of life for 30 s"
+        text = self._end or self.connection.close_reason()
         text = "".join(filter(str.isprintable, text.splitlines()[0]))
         return PeerLost(f"the connection to {self.name} is lost ({text})")
 
-    async def _accept(self) -> None:
-        """Assign the streams that the other machine opens to their tags."""
-        with suppress(iroh().IrohError, PeerLost):
-            while True:
-                stream = await self.connection.accept_uni()
-                (tag,) = _TAG.unpack(await stream.read_exact(_TAG.size))
-                if tag >= _TAGS:
-                    raise self.misbehaved(f"a message of tag {tag} has come")
-                self._inboxes.setdefault(tag, _Inbox()).opened(stream)
-
-    def _inbox(self, tag: int) -> _Inbox:
-        """The messages of a tag that this machine uses. QUIC limits the other tags."""
-        inbox = self._inboxes.setdefault(tag, _Inbox())
-        if not inbox.is_used:
-            inbox.is_used = True
-            used = sum(inbox.is_used for inbox in self._inboxes.values())
-            self.connection.set_max_concurrent_uni_streams(_STREAMS + 2 * used)
-        return inbox
-
     def misbehaved(self, text: str) -> PeerLost:
         """Close the connection with a line. Returns the error."""
-        self._offence = text
-        self.close(MISBEHAVED, text)
         print(f"{self.name} is rejected: {text}", file=sys.stderr, flush=True)
+        self.close(MISBEHAVED, text)
         return self.lost()
+
+    # --- Connections ---
+
+    async def _hold(self, again: Callable[["Link"], Awaitable[None]]) -> None:
+        """Look for a new connection whenever the other machine is silent, and has not ended."""
+        while not self.is_lost:
+            connection = self.connection
+            closed = asyncio.ensure_future(connection.closed())
+            heard = -1
+            while not closed.done() and heard != self.packets:
+                heard = self.packets
+                self.ping()
+                await asyncio.wait([closed], timeout=_SILENT)
+            closed.cancel()
+            if self.connection is connection and not self.is_lost:
+                self.suspend()
+                await again(self)
+        self.close(ENDED, self.connection.close_reason() or "closed")
+
+    def suspend(self) -> dict[int, int]:
+        """End the connection. Returns the bytes that were read, by tag."""
+        self.is_down = True
+        self.connection.close(SILENT, SILENCE.encode())
+        for inbox in self._inboxes.values():
+            if inbox.stream.done():
+                inbox.stream = asyncio.get_running_loop().create_future()
+        return {tag: inbox.read for tag, inbox in self._inboxes.items()}
+
+    def restore(self, connection: Any, read: Any) -> None:
+        """Go on with another connection, behind the bytes that the other machine has read."""
+        self._sent_before = self.sent_bytes
+        self.connection, self.is_down = connection, False
+        self._accepting = asyncio.ensure_future(self._accept(connection))
+        try:
+            for tag, outgoing in self._outgoing.items():
+                missing = outgoing.since(read.get(tag, 0))
+                outgoing.stream = self._opened(tag, missing)
+        except (ValueError, AttributeError) as error:
+            self.misbehaved(str(error))
+        self._limit_streams()
+        self._change()
+
+    def _change(self) -> None:
+        self._changed.set_result(None)
+        self._changed = asyncio.get_running_loop().create_future()
+
+    async def _replaced(self, connection: Any) -> None:
+        """Wait until there is another connection. Raises PeerLost."""
+        while self.connection is connection and not self.is_lost:
+            await asyncio.shield(self._changed)
+        if self.is_lost:
+            raise self.lost()
+
+    async def _accept(self, connection: Any) -> None:
+        """Assign the streams that the other machine opens to their tags."""
+        with suppress(iroh().IrohError):
+            while True:
+                stream = await connection.accept_uni()
+                (tag,) = _TAG.unpack(await stream.read_exact(_TAG.size))
+                if tag >= _TAGS:
+                    self.misbehaved(f"a message of tag {tag} has come")
+                elif not (inbox := self._inbox(tag)).stream.done():
+                    inbox.stream.set_result(stream)
+
+    def _limit_streams(self) -> None:
+        """Let the other machine open streams for the tags in use, and some more."""
+        used = sum(inbox.is_used for inbox in self._inboxes.values())
+        self.connection.set_max_concurrent_uni_streams(_STREAMS + 2 * used)
+
+    # --- Messages ---
+
+    def _inbox(self, tag: int) -> _Inbox:
+        if tag not in self._inboxes:
+            inbox = self._inboxes[tag] = _Inbox()
+            self._read_length(inbox)
+        return self._inboxes[tag]
+
+    def _read_length(self, inbox: _Inbox) -> None:
+        """Read the length of the next message ahead: it shows that one has come."""
+
+        async def length() -> int:
+            return int(*_SIZE.unpack(await self._read(inbox, _SIZE.size)))
+
+        inbox.length = asyncio.ensure_future(length())
+        inbox.length.add_done_callback(_observe)
+
+    async def _read(self, inbox: _Inbox, length: int) -> bytes:
+        while True:
+            connection, opened = self.connection, inbox.stream
+            while not opened.done():  # a lost connection opens none
+                if self.is_lost:
+                    raise self.lost()
+                either = opened, self._changed
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            try:
+                octets = bytes(await opened.result().read_exact(length))
+                if opened is inbox.stream:  # otherwise they will come again
+                    inbox.read += length
+                    return octets
+            except iroh().IrohError:
+                if connection.close_reason() is None:
+                    raise self.misbehaved("a stream has ended") from None
+            await self._replaced(connection)
 
     def is_ahead(self, tag: int) -> bool:
         """True if a message of this tag has come for which nobody waits."""
-        return tag in self._inboxes and self._inboxes[tag].is_ahead
+        inbox = self._inboxes.get(tag)
+        return inbox is not None and inbox.length.done() and not inbox.turn.locked()
+
+    def _opened(self, tag: int, missing: bytes = b"") -> "asyncio.Future[Any]":
+        """A new stream of a tag, behind these bytes."""
+
+        async def opened() -> Any:
+            stream = await connection.open_uni()
+            await stream.write_all(_TAG.pack(tag) + missing)
+            return stream
+
+        connection = self.connection
+        opening = asyncio.ensure_future(opened())
+        opening.add_done_callback(_observe)
+        return opening
 
     async def send(self, tag: int, octets: bytes | memoryview) -> None:
         """Send a message. Messages of a tag arrive in the order of these calls."""
         if tag not in self._outgoing:
-            self._outgoing[tag] = asyncio.Lock(), asyncio.ensure_future(self._open(tag))
-        turn, opening = self._outgoing[tag]
-        try:
-            async with turn:
-                stream = await asyncio.shield(opening)
-                start = _SIZE.pack(len(octets))
-                await stream.write_all(start + bytes(octets[:_PART]))
-                for first in range(_PART, len(octets), _PART):
-                    await stream.write_all(bytes(octets[first : first + _PART]))
-        except iroh().IrohError as error:
-            raise self.lost(error) from None
+            self._outgoing[tag] = _Outgoing(self._opened(tag))
+        outgoing = self._outgoing[tag]
+        async with outgoing.turn:
+            start = _SIZE.pack(len(octets))
+            for first in range(0, max(len(octets), 1), _PART):
+                part = start + bytes(octets[first : first + _PART])
+                start = b""
+                connection, opening = self.connection, outgoing.stream
+                outgoing.keep(part)
+                try:
+                    await (await asyncio.shield(opening)).write_all(part)
+                except iroh().IrohError:
+                    await self._replaced(connection)  # which has sent the part again
 
-    async def _open(self, tag: int) -> Any:
-        stream = await self.connection.open_uni()
-        await stream.write_all(_TAG.pack(tag))
-        return stream
+    async def _parts(self, tag: int, limit: int, exactly: bool) -> AsyncIterator[bytes]:
+        """The parts of the next message of a tag that this machine uses."""
+        inbox = self._inbox(tag)
+        if not inbox.is_used:
+            inbox.is_used = True
+            self._limit_streams()
+        async with inbox.turn:
+            try:
+                missing = await asyncio.shield(inbox.length)
+            except PeerLost:
+                raise self.lost() from None
+            if exactly and missing != limit:
+                raise self.misbehaved(f"{missing} bytes have come instead of {limit}")
+            if missing > limit:
+                raise self.misbehaved(f"a message of {missing} bytes has come, above {limit}")
+            while missing:
+                part = await self._read(inbox, min(missing, _PART))
+                missing -= len(part)
+                yield part
+            self._read_length(inbox)
 
     async def receive(self, tag: int, memory: memoryview) -> None:
         """Receive a message of exactly this length."""
-        inbox = self._inbox(tag)
-        async with inbox.turn:
-            length, stream = await self._next(inbox)
-            if length != len(memory):
-                raise self.misbehaved(f"{length} bytes have come instead of {len(memory)}")
-            try:
-                for first in range(0, length, _PART):
-                    part = memory[first : first + _PART]
-                    part[:] = await stream.read_exact(len(part))
-            except iroh().IrohError as error:
-                raise self.lost(error) from None
-            inbox.read_length()
+        async for part in self._parts(tag, len(memory), exactly=True):
+            memory[: len(part)] = part
+            memory = memory[len(part) :]
 
     async def receive_any(self, tag: int, limit: int) -> bytes:
         """Receive a message of at most `limit` bytes."""
-        inbox = self._inbox(tag)
-        async with inbox.turn:
-            length, stream = await self._next(inbox)
-            if length > limit:
-                raise self.misbehaved(f"a message of {length} bytes has come, above {limit}")
-            parts, missing = [], length
-            try:
-                while missing:
-                    parts.append(await stream.read_exact(min(missing, _PART)))
-                    missing -= len(parts[-1])
-            except iroh().IrohError as error:
-                raise self.lost(error) from None
-            inbox.read_length()
-            return b"".join(parts)
+        return b"".join([part async for part in self._parts(tag, limit, exactly=False)])
 
-    async def _next(self, inbox: _Inbox) -> tuple[int, Any]:
-        """The length of the next message of a tag, and its stream."""
-        closed = asyncio.ensure_future(self.connection.closed())
-        try:
-            if not inbox.stream.done():  # a lost connection opens none
-                await asyncio.wait([inbox.stream, closed], return_when=asyncio.FIRST_COMPLETED)
-            if not inbox.stream.done():
-                raise self.lost()
-            assert inbox.length is not None
-            return await asyncio.shield(inbox.length), inbox.stream.result()
-        except iroh().IrohError as error:
-            raise self.lost(error) from None
-        finally:
-            closed.cancel()
+
+def _observe(future: "asyncio.Future[Any]") -> None:
+    """Its error, if there is one, is known."""
+    if not future.cancelled():
+        future.exception()
 
 
 class Node:
@@ -256,6 +365,7 @@ class Node:
         returned: Function that receives their keys and links, and whether they ask to be admitted.
             None before the machines of the run are connected, and where nobody may come back.
         is_away: True if this machine has come back and is not ready yet.
+        patience: Seconds of silence after which a machine is lost.
         endpoint: The endpoint of iroh.
         arrived: Links of machines that have called this one, while it meets others.
     """
@@ -268,11 +378,13 @@ class Node:
         self.protocol = PROTOCOL + handshake.proof(secret, b"protocol", b"", b"", b"")
         self.members: set[bytes] | None = None
         self.meets = True
-        self.definition, self.is_away = "", False
+        self.definition, self.is_away, self.patience = "", False, PATIENCE
         self.returned: Callable[[bytes, Link, bool], None] | None = None
         self.key = self._iroh.SecretKey.from_bytes(key).public().to_bytes()
         self._links: dict[bytes, asyncio.Future[Link]] = {}
         self._places: dict[bytes, tuple[str, ...]] = {}
+        self._seen: dict[bytes, str] = {}  # the addresses of the last calls
+        self._choosing: set[bytes] = set()
         self._callers: list[str] = []  # networks of those in a handshake
         self._strangers, self._told = 0, -QUIET
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -408,6 +520,16 @@ class Node:
         found = self._links.get(key)
         return found.result() if found is not None and found.done() else None
 
+    def _misses(self, key: bytes) -> bool:
+        link = self.known_link(key)
+        return link is None or link.is_down
+
+    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run a coroutine to its end."""
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
     def _future(self, key: bytes) -> "asyncio.Future[Link]":
         found = self._links.get(key)
         if found is None or (found.done() and found.result().is_lost and self.meets):
@@ -416,40 +538,128 @@ class Node:
 
     async def _dial(self, key: bytes) -> None:
         """Call a machine until there is a connection."""
-        api, place = self._iroh, self._places.get(key, ())
-        relay = self._relay if self._relay not in ("", N0) else None
-        address = api.EndpointAddr(api.EndpointId.from_bytes(key), relay, list(place))
-        while not self._future(key).done():
-            connection: Any = None
+        asks = self.known_link(key) is not None
+        while self._misses(key):
+            links = [link for of in self._links if (link := self.known_link(of)) is not None]
+            others = [of.key for of in links if asks and not of.is_down and not of.is_lost]
+            asking = (asyncio.wait_for(self._ask_for(key, other), _TRY) for other in others)
+            await asyncio.gather(*asking, return_exceptions=True)
             try:
-                connection = await self.endpoint.connect(address, self.protocol)
-                stream = await connection.open_bi()
-                await handshake.dial(stream, self._secret, self.key, key)
-                await self._choose(key, connection, stream)
-            except api.IrohError as error:
-                reason = connection.close_reason() if connection else None
-                if _other_protocol(error):
-                    reason = _REFUSALS[handshake.WrongSecret]
-                for text in _REFUSALS.values():
-                    if reason and text in reason:
-                        raise PermissionError(text) from error
+                await asyncio.wait_for(self._call(key), _TRY)
+            except (TimeoutError, self._iroh.IrohError):
                 await asyncio.sleep(0.5)
+            asks = True
 
-    async def _choose(self, key: bytes, connection: Any, stream: Any) -> None:
-        """Keep a connection if it is the first that the machine with the lower key has."""
-        future = self._future(key)
+    async def _connect(self, key: bytes) -> Any:
+        """A connection with a machine, at all of its addresses that are known."""
+        relay = self._relay if self._relay not in ("", N0) else None
+        endpoint = self._iroh.EndpointId.from_bytes(key)
+        place = self._iroh.EndpointAddr(endpoint, relay, list(self._places.get(key, ())))
+        return await self.endpoint.connect(place, self.protocol)
+
+    @asynccontextmanager
+    async def _calling(self, key: bytes, why: bytes) -> AsyncIterator[tuple[Any, Any]]:
+        """A connection with a machine that knows the secret, and its first stream.
+
+        Raises PermissionError if it refuses.
+        """
+        connection: Any = None
+        try:
+            connection = await self._connect(key)
+            stream = await connection.open_bi()
+            await handshake.dial(stream, self._secret, self.key, key)
+            await stream.send().write_all(why)
+            yield connection, stream
+        except self._iroh.IrohError as error:
+            reason = connection.close_reason() if connection else None
+            if _other_protocol(error):
+                reason = _REFUSALS[handshake.WrongSecret]
+            for text in _REFUSALS.values():
+                if reason and text in reason:
+                    raise PermissionError(text) from error
+            raise
+
+    async def _call(self, key: bytes) -> None:
+        why = _AGAIN if self.known_link(key) else _NEW
+        async with self._calling(key, why) as (connection, stream):
+            await self._choose(key, connection, stream)
+
+    async def _ask_for(self, key: bytes, other: bytes) -> None:
+        """Ask another machine where it sees one, and to tell that where it sees this one.
+
+        A new connection shows the present address of this machine, after a change of its router.
+        """
+        async with self._calling(other, _WHERE + key) as (connection, stream):
+            self._find(key, (await stream.recv().read_to_end(_MOST)).decode())
+            connection.close(STRANGER, b"")
+
+    def _find(self, key: bytes, address: str) -> None:
+        """A machine has been seen at an address."""
+        with suppress(ValueError):
+            found = [address, *self._places.get(key, ())]
+            self.knows(key, addresses_of(dict.fromkeys(found))[:MOST])
+
+    async def _answer(self, caller: bytes, connection: Any, stream: Any) -> None:
+        """Tell a caller where this machine sees another one, and vice versa."""
+        sought = await stream.recv().read_exact(handshake.LENGTH)
+        link = self.known_link(sought)
+        if link is not None and not (link.is_down or link.is_lost):
+            await link.send(_PLACES, caller + self._seen.get(caller, "").encode())
+            await stream.send().write_all(self._seen.get(sought, link.address).encode())
+        await stream.send().finish()
+        await connection.closed()
+
+    async def _meet_seekers(self, link: Link) -> None:
+        """Call machines that look for this one, at once: that opens the way through a NAT."""
+        with suppress(PeerLost):
+            while True:
+                octets = await link.receive_any(_PLACES, _MOST)
+                key = octets[: handshake.LENGTH]
+                self._find(key, octets[handshake.LENGTH :].decode(errors="replace"))
+                with suppress(TimeoutError, self._iroh.IrohError):
+                    await asyncio.wait_for(self._connect(key), _TRY)
+
+    async def _again(self, link: Link) -> None:
+        """Look for a machine that is silent."""
+        text = f"{SILENCE} for {self.patience:.0f} s"
+        try:
+            await asyncio.wait_for(self._dial(link.key), self.patience - _SILENT)
+        except PermissionError as error:
+            text = str(error)
+        except TimeoutError:
+            pass
+        if link.is_down:
+            link.close(SILENT, text)
+
+    async def _choose(
+        self, key: bytes, connection: Any, stream: Any, returns: bool = False
+    ) -> Link | None:
+        """Keep a connection if the machine with the lower key does, which has none."""
         if self.key < key:
-            if future.done():
-                connection.close(ENDED, b"there is another connection")
-                return
-            await stream.send().write_all(_CHOSEN)
-        elif await stream.recv().read_exact(1) != _CHOSEN:
-            connection.close(MISBEHAVED, b"")
-            return
-        if future.done():
-            connection.close(ENDED, b"there is another connection")
-            return
-        future.set_result(Link(key, connection))
+            if key in self._choosing or not (returns or self._misses(key)):
+                connection.close(STRANGER, b"there is another connection")
+                return None
+            self._choosing.add(key)
+        try:
+            if self.key < key:
+                await stream.send().write_all(_CHOSEN)
+            elif await stream.recv().read_exact(1) != _CHOSEN:
+                raise BadMessage("another end of the handshake")
+            link = None if returns else self.known_link(key)
+            own = encoded(link.suspend() if link else {})
+            await stream.send().write_all(_SIZE.pack(len(own)) + own)
+            (length,) = _SIZE.unpack(await stream.recv().read_exact(_SIZE.size))
+            read = decoded(await stream.recv().read_exact(min(length, LIMIT)))
+            if link is not None:
+                link.restore(connection, read)
+                return link
+            link = Link(key, connection, self._again)
+            self._keep(self._meet_seekers(link))
+            if not returns:
+                self._future(key).set_result(link)
+            return link
+        finally:
+            self._choosing.discard(key)
 
     async def _welcome_all(self) -> None:
         """Answer the calls of other machines."""
@@ -459,9 +669,7 @@ class Node:
                 if len(self._callers) >= _AT_ONCE or self._callers.count(network) >= _OF_ONE:
                     await incoming.refuse()
                     continue
-                task = asyncio.ensure_future(self._welcome(incoming, network))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+                self._keep(self._welcome(incoming, network))
 
     async def _welcome(self, incoming: Any, network: str) -> None:
         """Check one caller. One without the secret, or that is no member, is sent away."""
@@ -472,6 +680,7 @@ class Node:
                 if not await incoming.remote_addr_validated():
                     await incoming.retry()
                     return
+                caller = await incoming.remote_addr()
                 connection = await (await incoming.accept()).connect()
                 key = connection.remote_id().to_bytes()
                 watch = asyncio.ensure_future(self._limit(connection))
@@ -480,20 +689,33 @@ class Node:
                 stream = await connection.accept_bi()
                 await handshake.accept(stream, self._secret, self.key, key)
                 watch.cancel()
-                if self.returned is not None:
-                    task = asyncio.ensure_future(self._take_back(key, connection, stream))
-                    self._tasks.add(task)
-                    task.add_done_callback(self._tasks.discard)
+                if caller.is_ip():
+                    self._seen[key] = caller.addr
+                why = await stream.recv().read_exact(1)
+                is_known = self._future(key).done()
+                link = self.known_link(key)
+                if why == _WHERE:
+                    await self._answer(key, connection, stream)
                     return
-                await self._choose(key, connection, stream)
-            link = self._future(key)
-            if self.meets and link.done() and not self.arrived.full():
-                self.arrived.put_nowait(link.result())
+                if why == _AGAIN and (link is None or link.is_lost):
+                    raise LookupError
+                if why == _NEW and self.returned is not None:
+                    self._keep(self._take_back(key, connection, stream))
+                    return
+                if why == _NEW and is_known:
+                    connection.close(STRANGER, b"there is another connection")
+                    return
+                link = await self._choose(key, connection, stream)
+            if self.meets and link is not None and not self.arrived.full():
+                self.arrived.put_nowait(link)
         except (
             TimeoutError,
             self._iroh.IrohError,
             handshake.WrongSecret,
             PermissionError,
+            LookupError,
+            BadMessage,
+            PeerLost,
         ) as error:
             text = _REFUSALS.get(type(error), "no handshake")
             if connection is not None and connection.close_reason() is None:
@@ -518,11 +740,9 @@ class Node:
         assert self.returned is not None
         try:
             async with asyncio.timeout(_HANDSHAKE):
-                if self.key < key:
-                    await stream.send().write_all(_CHOSEN)
-                elif await stream.recv().read_exact(1) != _CHOSEN:
-                    raise BadMessage("another end of the handshake")
-                link = Link(key, connection)
+                link = await self._choose(key, connection, stream, returns=True)
+                if link is None:
+                    return
                 places = addresses_of(decoded(await link.receive_any(MEETING, LIMIT)))
             answer = [AWAY if self.is_away else RUNNING, self.definition]
             self.knows(key, places)

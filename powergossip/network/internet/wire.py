@@ -1,8 +1,8 @@
 """Messages between machines some of which may leave and come back, for network/resilient.
 
-Each pair of machines has a connection. QUIC moves it to another address, and repeats what is lost,
-until the other machine has been silent for about 30 s. A connection that is closed shows that the
-other process has ended. One that is silent does not.
+Each pair of machines has a connection, which a new one replaces until the other machine has been
+silent for `worker_timeout`. One that is closed shows that the other process has ended. One that is
+silent does not.
 """
 
 import asyncio
@@ -15,9 +15,8 @@ import numpy as np
 from torch import Tensor
 
 from powergossip.errors import PeerLost
-from powergossip.network.internet.binding import iroh
 from powergossip.network.internet.codec import BadMessage, decoded, encoded
-from powergossip.network.internet.node import Link
+from powergossip.network.internet.node import PATIENCE, Link
 from powergossip.network.internet.processes import Machines
 from powergossip.network.processes import TOKEN
 from powergossip.network.resilient.heartbeats import Identity
@@ -90,6 +89,9 @@ class InternetWire(Wire):
     It shows which machines live, too: QUIC of every machine answers packets, whatever Python does.
     A process that is stopped answers none.
 
+    Args:
+        worker_timeout: Seconds for which a new connection to a silent machine is looked for.
+
     Attributes:
         is_away: True if this machine has come back to a run that goes on.
     """
@@ -97,8 +99,9 @@ class InternetWire(Wire):
     transport = "internet"
     has_own_files = True
 
-    def __init__(self, machines: Machines):
+    def __init__(self, machines: Machines, worker_timeout: float):
         super().__init__(machines.rank)
+        machines.node.patience = max(worker_timeout, PATIENCE)
         self._machines, self._node, self.is_away = machines, machines.node, machines.node.is_away
         self._lines: dict[int, _Line] = {}
         self._asking: dict[int, Link] = {}
@@ -191,8 +194,7 @@ class InternetWire(Wire):
         """True if packets have arrived since the last call. This asks for others."""
         line = self._lines[process]
         before, line.heard = line.heard, line.link.packets
-        with suppress(iroh().IrohError):
-            line.link.ping()
+        line.link.ping()
         return line.heard != before
 
     def sees(self, process: int) -> bool:

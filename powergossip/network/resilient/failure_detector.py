@@ -1,5 +1,6 @@
 """The other processes of a run that survives the loss of some: who is there, and who is silent."""
 
+import sys
 import time
 from collections.abc import Mapping
 
@@ -103,7 +104,7 @@ class Peers:
         if lost:
             self._check_side()
         for process in lost:
-            self._drop(process)
+            self._drop(process, self.liveness.sees(process))
 
     def _read(self, message: Envelope) -> None:
         if message.kind in self._arrived:
@@ -117,10 +118,17 @@ class Peers:
                 f"the other processes regard process {self.own} as lost, which was silent for more "
                 f"than worker_timeout={self.worker_timeout:g} seconds, and go on without it"
             )
+        else:
+            self.reject(message.source, f"a message of kind {message.kind}")
 
-    def _drop(self, process: int) -> None:
+    def reject(self, process: int, text: str) -> None:
+        """Regard a process as lost that has sent a message which is wrong."""
+        if process in self.alive:
+            print(f"process {process} is lost: it has sent {text}", file=sys.stderr, flush=True)
+            self._drop(process, seen=True)
+
+    def _drop(self, process: int, seen: bool) -> None:
         """Regard a process as lost. The others do so as well, and it ends if it lives."""
-        seen = self.liveness.sees(process)
         for other in self.alive - {self.own, process}:
             self.send(other, LOST, i=process, j=int(seen))
         self._remove(process, seen)

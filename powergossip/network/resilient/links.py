@@ -65,7 +65,7 @@ class Links:
             from powergossip.network.internet.wire import InternetWire, identities_of
 
             identities = identities_of(communicator)
-            wire = liveness = InternetWire(communicator)
+            wire = liveness = InternetWire(communicator, worker_timeout)
             away = wire.is_away
         else:
             identities, away = exchange_identities(communicator), False
@@ -104,7 +104,16 @@ class Links:
         in order of arrival. payload is uint8, and the caller's to keep and to change."""
         self._peers.advance()
         arrived, self._local = self._local, []
-        return arrived + [(m.i, m.j, m.k, m.payload) for m in self._peers.take(DATA)]
+        for m in self._peers.take(DATA):
+            if self.homes.get(m.i) == m.source and m.j in self.workers:
+                arrived.append((m.i, m.j, m.k, m.payload))
+            else:
+                self.reject(m.source, f"a message from worker {m.i} to worker {m.j}")
+        return arrived
+
+    def reject(self, process: int, text: str) -> None:
+        """Go on without a process that has sent a message which is wrong."""
+        self._peers.reject(process, text)
 
     def wait(self, seconds: float) -> None:
         """Return when `poll` or `notes` has something, or workers were lost, or after that time."""

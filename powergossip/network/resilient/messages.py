@@ -20,6 +20,7 @@ from powergossip.network.processes import LONGEST
 
 _TAG = 1
 HEADER = struct.Struct("<iii4xqq")  # kind, i, j, k, bytes of the payload
+WRONG = -2  # the kind of a message with another number of bytes
 
 Payload = bytes | bytearray | memoryview | np.ndarray | Tensor
 
@@ -58,8 +59,9 @@ def framed(kind: int, i: int, j: int, k: int, payload: Payload) -> np.ndarray:
 
 def envelope(source: int, whole: np.ndarray) -> Envelope:
     """The message of `framed`, in the same memory."""
-    kind, i, j, k, _ = HEADER.unpack_from(whole.data)
-    return Envelope(source, kind, i, j, k, torch.from_numpy(whole[HEADER.size :]))
+    kind, i, j, k, length = HEADER.unpack_from(whole.data)
+    payload = torch.from_numpy(whole[HEADER.size :])
+    return Envelope(source, kind if length == len(payload) else WRONG, i, j, k, payload)
 
 
 def encoded(processes: set[int]) -> np.ndarray:
