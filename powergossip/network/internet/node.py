@@ -365,6 +365,8 @@ class Node:
             self.wait(close(), seconds + _HANDSHAKE)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(seconds)
+        self._links.clear()  # what iroh has made must go before its module, at the end of Python
+        self.endpoint = None
         atexit.unregister(self.close)
 
     # --- Connections ---
