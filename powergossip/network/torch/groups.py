@@ -1,18 +1,15 @@
 """Groups of torch.distributed, and how their processes find each other."""
 
 import atexit
-import fcntl
 import os
-import socket
-import struct
 import sys
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
 from powergossip.errors import BadInput
+from powergossip.network.interfaces import address_towards, interface_towards
 from powergossip.network.processes import Processes
 
 _START = timedelta(minutes=10)  # within this time, all processes must have started
@@ -91,17 +88,6 @@ def _store(processes: Processes) -> dist.TCPStore:
     return store or dist.TCPStore(host, port, processes.size, is_master=False)
 
 
-def address_towards(host: str) -> str:
-    """This host's address as another host sees it. 192.0.2.1, an address for documentation, finds
-    the default route's."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((host, 9))  # nothing is sent
-            return str(probe.getsockname()[0])
-        except OSError:
-            return socket.gethostname()
-
-
 def use_interface_to(host: str) -> None:
     """Make gloo use the network interface that leads to a host, unless GLOO_SOCKET_IFNAME is set.
 
@@ -109,20 +95,5 @@ def use_interface_to(host: str) -> None:
     """
     if not host or "GLOO_SOCKET_IFNAME" in os.environ:
         return
-    own = address_towards(host)
-    for name, address in _interfaces():
-        if address == own or (own.startswith("127.") and address == "127.0.0.1"):
-            os.environ["GLOO_SOCKET_IFNAME"] = name
-            return
-
-
-def _interfaces() -> Iterator[tuple[str, str]]:
-    """Network interfaces with an IPv4 address (Linux)."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:15])
-            try:
-                answer = fcntl.ioctl(probe.fileno(), 0x8915, request)  # SIOCGIFADDR
-            except OSError:
-                continue
-            yield name, socket.inet_ntoa(answer[20:24])
+    if name := interface_towards(host):
+        os.environ["GLOO_SOCKET_IFNAME"] = name

@@ -1,0 +1,84 @@
+"""The links between the machines of a ticket: latency, throughput and path of every edge."""
+
+from collections.abc import Iterable
+from itertools import chain
+from socket import gethostname
+from typing import Any
+
+import torch
+
+from powergossip.formatting import counted, plain
+from powergossip.network.interfaces import interface_towards
+from powergossip.network.internet.node import Link
+from powergossip.network.internet.processes import InternetProcesses
+from powergossip.network.processes import Pieces
+from powergossip.network.speeds import LARGE, Pair, measure, three_digits
+
+DEFINITION = '{"check": true}'  # in place of that of a run
+HEADER = ("from, to", "interface", "address", "path", "ms", "Mbit/s", "QUIC")
+
+
+class _Line:
+    """Messages over the connections of a machine.
+
+    Attributes:
+        sent: Bytes by process.
+    """
+
+    times = 10, 2
+
+    def __init__(self, processes: InternetProcesses):
+        self.rank, self._processes = processes.rank, processes
+        self._channel = processes.channel(torch.device("cpu"))
+        self._memory = torch.zeros(LARGE, dtype=torch.uint8)
+        self.sent: dict[int, int] = {}
+
+    def _exchange(self, incoming: Pieces, outgoing: Pieces) -> None:
+        requests = self._channel.requests(incoming, outgoing)
+        requests.start()
+        requests.wait()
+
+    def send(self, size: int, process: int) -> None:
+        self.sent[process] = self.sent.get(process, 0) + size
+        self._exchange([], [(process, self._memory[:size])])
+
+    def receive(self, size: int, process: int) -> None:
+        self._exchange([(process, self._memory[:size])], [])
+
+    def told(self, value: Any, by: int) -> Any:
+        return self._processes.gather(value)[by]
+
+
+def check(processes: InternetProcesses, edges: Iterable[Pair]) -> None:
+    """Print a line for each direction of each edge, on all machines. All of them call it.
+
+    Args:
+        edges: Those of process 0 count.
+    """
+    line = _Line(processes)
+    edges = processes.broadcast([*edges])
+    speeds = measure(line, chain.from_iterable([(i, j), (j, i)] for i, j in edges))
+    paths = {process: _path(processes, process, sent) for process, sent in line.sent.items()}
+    everywhere = processes.gather((gethostname(), paths))
+    for process, (host, _) in enumerate(everywhere):
+        print(f"machine {process}: {host}{' (this one)' if process == processes.rank else ''}")
+    rows = [HEADER]
+    for (i, j), (latency, bandwidth) in speeds.items():
+        where, overhead = everywhere[i][1][j]
+        numbers = three_digits(latency / 1000), three_digits(8 * bandwidth)
+        rows.append((f"{i}, {j}", *where, *numbers, f"+{100 * overhead:.1f} %"))
+    print(f"\n{plain(rows)}\n")
+    print(f"{counted(processes.size, 'machine')}, {counted(len(edges), 'edge')}", flush=True)
+
+
+def _path(
+    processes: InternetProcesses, process: int, sent: int
+) -> tuple[tuple[str, str, str], float]:
+    """Interface, address and path to a process, and what QUIC adds to the bytes sent."""
+    link: Link = processes.node.wait(processes.link(process))
+    overhead = link.sent_bytes / sent - 1
+    path = next((path for path in link.connection.paths() if path.is_selected), None)
+    if path is None or not path.is_ip:
+        return ("", path.remote_addr if path else "", "relayed"), overhead
+    host = path.remote_addr.rpartition(":")[0].strip("[]")
+    return (interface_towards(host), path.remote_addr, "direct"), overhead
