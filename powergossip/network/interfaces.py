@@ -1,16 +1,28 @@
 """The network interfaces of this host (Linux)."""
 
 import fcntl
+import os
 import socket
 import struct
 from collections.abc import Iterator
 from contextlib import suppress
-from ipaddress import ip_address
+from ipaddress import ip_address, ip_network
+
+from powergossip.errors import Unconnected
+
+ANYWHERE = "192.0.2.1"  # an address for documentation, to which the default route leads
+
+
+def address_of(host: str) -> str:
+    """The IPv4 address of a host's name, or ""."""
+    try:
+        return socket.gethostbyname(host)
+    except OSError:
+        return ""
 
 
 def address_towards(host: str) -> str:
-    """This host's address as another host sees it. 192.0.2.1, an address for documentation, finds
-    the default route's."""
+    """This host's address as another host sees it."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
@@ -27,6 +39,27 @@ def interface_towards(host: str) -> str:
         if address == own or (own.startswith("127.") and address == "127.0.0.1"):
             return name
     return ""
+
+
+def check(variable: str) -> None:
+    """Raise Unconnected if a variable of the environment names interfaces, but none of this host.
+
+    Args:
+        variable: Its value has names, or networks such as 192.0.2.0/24, and commas.
+    """
+    given, here = os.environ.get(variable, ""), [*interfaces()]
+    for word in given.split(","):
+        with suppress(ValueError):
+            if word in dict(here) or any(ip_address(own) in ip_network(word) for _, own in here):
+                return
+    if given:
+        name = variable.removeprefix("OMPI_MCA_")
+        raise Unconnected(f"{name}={given}: use an interface of this host: {listed()}")
+
+
+def listed() -> str:
+    """The interfaces with their IPv4 addresses, as text."""
+    return ", ".join(f"{name} ({own})" for name, own in interfaces() if ":" not in own)
 
 
 def interfaces() -> Iterator[tuple[str, str]]:

@@ -1,6 +1,6 @@
 """The links between the machines of a ticket: latency, throughput and path of every edge."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from itertools import chain
 from socket import gethostname
 from typing import Any
@@ -49,7 +49,7 @@ class _Line:
         return self._processes.gather(value)[by]
 
 
-def check(processes: InternetProcesses, edges: Iterable[Pair]) -> None:
+def check(processes: InternetProcesses, edges: Sequence[Pair]) -> None:
     """Print a line for each direction of each edge, on all machines. All of them call it.
 
     Args:
