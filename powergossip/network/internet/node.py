@@ -90,13 +90,14 @@ class Link:
         key: Public key of the machine.
         name: Its name in errors.
         connection: The connection of iroh.
+        payload: Bytes of the messages that this machine has sent.
     """
 
     def __init__(self, key: bytes, connection: Any):
         self.key, self.name, self.connection = key, f"machine {key.hex()[:8]}", connection
         self._outgoing: dict[int, tuple[asyncio.Lock, asyncio.Future[Any]]] = {}
         self._inboxes: dict[int, _Inbox] = {}
-        self._offence = ""
+        self._offence, self.payload = "", 0
         self._accepting = asyncio.ensure_future(self._accept())
 
     @property
@@ -177,6 +178,7 @@ class Link:
         try:
             async with turn:
                 stream = await asyncio.shield(opening)
+                self.payload += len(octets)
                 start = _SIZE.pack(len(octets))
                 await stream.write_all(start + bytes(octets[:_PART]))
                 for first in range(_PART, len(octets), _PART):
