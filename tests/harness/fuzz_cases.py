@@ -409,7 +409,9 @@ def _machines(d: _Draws) -> Case:
     if values["on_worker_loss"] == "continue":
         values["worker_timeout"] = d.one_of(5.0, 20.0)
     events = []
-    for process in (int(p) for p in d.random.permutation(size)[: d.one_of(0, 1, 1, size - 1)]):
+    for process in (
+        int(p) for p in d.random.permutation(size)[: d.one_of(0, 1, 1, 1, 1, size - 1)]
+    ):
         point = d.one_of("step", "step", "step", "message", "evaluate", "save", "load", "end")
         count = {"step": steps * epochs - 1, "message": 6 * steps, "evaluate": epochs}
         event = {"process": process, "point": point, "count": d.integer(1, count.get(point, 1))}

@@ -19,11 +19,7 @@ HEADER = ("from, to", "interface", "address", "path", "ms", "Mbit/s", "QUIC")
 
 
 class _Line:
-    """Messages over the connections of a machine.
-
-    Attributes:
-        sent: Bytes by process.
-    """
+    """Messages over the connections of a machine."""
 
     times = 10, 2
 
@@ -31,7 +27,6 @@ class _Line:
         self.rank, self._processes = processes.rank, processes
         self._channel = processes.channel(torch.device("cpu"))
         self._memory = torch.zeros(LARGE, dtype=torch.uint8)
-        self.sent: dict[int, int] = {}
 
     def _exchange(self, incoming: Pieces, outgoing: Pieces) -> None:
         requests = self._channel.requests(incoming, outgoing)
@@ -39,7 +34,6 @@ class _Line:
         requests.wait()
 
     def send(self, size: int, process: int) -> None:
-        self.sent[process] = self.sent.get(process, 0) + size
         self._exchange([], [(process, self._memory[:size])])
 
     def receive(self, size: int, process: int) -> None:
@@ -55,30 +49,27 @@ def check(processes: InternetProcesses, edges: Sequence[Pair]) -> None:
     Args:
         edges: Those of process 0 count.
     """
-    line = _Line(processes)
     edges = processes.broadcast([*edges])
-    speeds = measure(line, chain.from_iterable([(i, j), (j, i)] for i, j in edges))
-    paths = {process: _path(processes, process, sent) for process, sent in line.sent.items()}
+    speeds = measure(_Line(processes), chain.from_iterable([(i, j), (j, i)] for i, j in edges))
+    paths = {j: _path(processes, j) for i, j in speeds if i == processes.rank}
     everywhere = processes.gather((gethostname(), paths))
     for process, (host, _) in enumerate(everywhere):
         print(f"machine {process}: {host}{' (this one)' if process == processes.rank else ''}")
     rows = [HEADER]
     for (i, j), (latency, bandwidth) in speeds.items():
-        where, overhead = everywhere[i][1][j]
+        *where, overhead = everywhere[i][1][j]
         numbers = three_digits(latency / 1000), three_digits(8 * bandwidth)
-        rows.append((f"{i}, {j}", *where, *numbers, f"+{100 * overhead:.1f} %"))
+        rows.append((f"{i}, {j}", *where, *numbers, overhead))
     print(f"\n{plain(rows)}\n")
     print(f"{counted(processes.size, 'machine')}, {counted(len(edges), 'edge')}", flush=True)
 
 
-def _path(
-    processes: InternetProcesses, process: int, sent: int
-) -> tuple[tuple[str, str, str], float]:
-    """Interface, address and path to a process, and what QUIC adds to the bytes sent."""
+def _path(processes: InternetProcesses, process: int) -> tuple[str, ...]:
+    """Interface, address and kind of the path to a process, and what QUIC adds to the messages."""
     link: Link = processes.node.wait(processes.link(process))
-    overhead = link.sent_bytes / sent - 1
+    overhead = f"+{100 * (link.sent_bytes / link.payload - 1):.1f} %"
     path = next((path for path in link.connection.paths() if path.is_selected), None)
     if path is None or not path.is_ip:
-        return ("", path.remote_addr if path else "", "relayed"), overhead
+        return "", path.remote_addr if path else "", "relayed", overhead
     host = path.remote_addr.rpartition(":")[0].strip("[]")
-    return (interface_towards(host), path.remote_addr, "direct"), overhead
+    return interface_towards(host), path.remote_addr, "direct", overhead
