@@ -82,7 +82,7 @@ def _run(case: Case, base: Path, running: list[Machine]) -> str:
         at_end = any(events[n]["point"] == "end" for n in killed)
         require(at_end or all(codes.values()), f"a failure ends all machines: {codes}")
         return "ended"
-    if 2 * len(whole) > case.processes or not killed and not survives:
+    if 2 * len(whole) > case.processes or not (killed or survives):
         allowed = {0, LOST} if happened and survives else {0}
         require({codes[n] for n in whole} <= allowed, f"exit codes {codes}, {happened} failed")
     rows = [_rows(names[n]) for n in whole if codes[n] in (0, LOST)]

@@ -10,7 +10,6 @@ import socket
 import subprocess
 import threading
 import time
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -239,19 +238,16 @@ def test_an_interface_that_is_not_here_is_one_sentence_of_its_host(
 ) -> None:
     """The first process of each host says it: the others may have no such error."""
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "3")
-    for value, rejected in (("nope", True), ("nope,10.9.8.0/24", True), ("lo", False)):
+    for value in ("nope", "nope,10.9.8.0/24"):
         monkeypatch.setenv("OMPI_MCA_btl_tcp_if_include", value)
-        with (
-            pytest.raises(BadInput, match=f"btl_tcp_if_include={value}: use .*lo \\(127.0.0.1\\)")
-            if rejected
-            else nullcontext()
-        ) as found:
+        with pytest.raises(BadInput, match=rf"if_include={value}: use .*lo \(127.0.0.1\)") as found:
             interfaces.check("OMPI_MCA_btl_tcp_if_include")
-        for local, speaks in (("0", True), ("1", False)) if rejected else ():
+        for local, speaks in (("0", True), ("1", False)):
             monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", local)
             assert exits.speaks_of(found.value) == speaks
-    monkeypatch.setenv("OMPI_MCA_btl_tcp_if_include", "127.0.0.0/8,nope")
-    interfaces.check("OMPI_MCA_btl_tcp_if_include")
+    for value in ("lo", "127.0.0.0/8,nope"):
+        monkeypatch.setenv("OMPI_MCA_btl_tcp_if_include", value)
+        interfaces.check("OMPI_MCA_btl_tcp_if_include")
 
 
 def test_a_process_that_waits_for_others_says_where(

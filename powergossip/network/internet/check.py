@@ -55,7 +55,7 @@ def check(processes: InternetProcesses, edges: Sequence[Pair]) -> None:
     everywhere = processes.gather((gethostname(), paths))
     for process, (host, _) in enumerate(everywhere):
         print(f"machine {process}: {host}{' (this one)' if process == processes.rank else ''}")
-    rows = [HEADER]
+    rows: list[tuple[str, ...]] = [HEADER]
     for (i, j), (latency, bandwidth) in speeds.items():
         *where, overhead = everywhere[i][1][j]
         numbers = three_digits(latency / 1000), three_digits(8 * bandwidth)
