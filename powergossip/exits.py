@@ -47,8 +47,9 @@ def is_first() -> bool:
 
 
 def speaks_of(error: Exception) -> bool:
-    """True if this process reports an error that all processes have, or those of a host."""
-    return is_first() or (isinstance(error, Unconnected) and launcher.is_first_of_host())
+    """True if this process reports an error that all processes have, or those of its host."""
+    own = os.environ.get("LOCAL_RANK", os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK", "0"))
+    return is_first() or (isinstance(error, Unconnected) and own == "0")
 
 
 def are_several() -> bool:

@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> Path | None:
         if asked is not None and asked.definition != check.DEFINITION:
             asked.leave("it has left")
             raise BadInput("--check: use it on the first machine, before the run")
-        _check(rest, asked is None)
+        _check(rest)
         return None
     if asked is not None:
         name = asked.ticket.name
@@ -109,32 +109,20 @@ def main(arguments: Sequence[str] | None = None) -> Path | None:
         raise
 
 
-def _check(arguments: Sequence[str], is_first: bool) -> None:
+def _check(arguments: Sequence[str]) -> None:
     """Meet the other machines and measure the links of all edges."""
     from powergossip import topologies
     from powergossip.network import processes
     from powergossip.network.internet import check
 
     c = _settings(arguments)
-    edges = []
-    if is_first:
-        if not c.n_workers:
-            raise BadInput("--check: use --workers N, the number of machines, with it")
-        made = topologies.make(c.topology, c.n_workers, seed=c.seed, options=c.topology_options)
-        edges = [(i, j) for i, j in made.edges.tolist()]
+    size, definition = c.n_workers or 1, check.DEFINITION
     found: Any = processes(
-        ticket=c.ticket,
-        size=c.n_workers or 1,
-        ticket_options=c.ticket_options,
-        definition=check.DEFINITION,
+        ticket=c.ticket, size=size, ticket_options=c.ticket_options, definition=definition
     )
     with found.agreed():
-        if is_first and found.size != c.n_workers:
-            raise BadInput(f"--workers {c.n_workers}: use {found.size}, as the ticket has it")
-    check.check(found, edges)
-    then = f"powergossip-join {found.name}"
-    first = f"{then} --workers {found.size} on the first machine, then " if is_first else ""
-    print(f"train: {first}{then}", flush=True)
+        made = topologies.make(c.topology, found.size, seed=c.seed, options=c.topology_options)
+    check.check(found, [(i, j) for i, j in made.edges.tolist()])
 
 
 def _come_back(error: Stopped, options: argparse.Namespace) -> None:

@@ -29,12 +29,6 @@ def is_first() -> bool:
     return not ranks or ranks[0] == "0"
 
 
-def is_first_of_host() -> bool:
-    """True in the first process of its launcher on this host, or where none tells."""
-    names = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
-    return all(os.environ.get(name, "0") == "0" for name in names)
-
-
 def _launch() -> str:
     """The variables that tell a launch from others."""
     names = ("PMIX_NAMESPACE", *MPI, *RENDEZVOUS, SLURM, TORCHRUN)

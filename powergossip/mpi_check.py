@@ -21,12 +21,10 @@ The results show whether MPI uses the fast network. Orders of magnitude between 
 import os
 import socket
 import sys
-import time
 from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stdout
 from io import StringIO
 from itertools import combinations
-from typing import Any
 
 import torch
 
@@ -41,6 +39,7 @@ from powergossip import command_line
 from powergossip.errors import BadInput
 from powergossip.formatting import counted, plain
 from powergossip.network import cuda_aware_mpi
+from powergossip.network.mpi import MPIChannel, MPIProcesses
 from powergossip.network.processes import cores
 from powergossip.network.speeds import LARGE, MOST, Pair, Speed, measure, speeds
 
@@ -94,36 +93,13 @@ def difference(received: torch.Tensor, expected: torch.Tensor, source: str = "")
 # --- Latency and bandwidth ------------------------------------------------------------------------
 
 
-class _Line:
-    """Messages by MPI from and to the memory of a device."""
-
-    times = 100, 4
-
-    def __init__(self, comm: MPI.Intracomm, where: torch.device):
-        self._comm, self.rank = comm, comm.rank
-        self._content = torch.full((LARGE,), comm.rank, dtype=torch.uint8, device=where)
-        finish_kernels(where)
-        # By address, since converting a tensor for each call costs more than a short message.
-        self._memory = MPI.buffer.fromaddress(self._content.data_ptr(), LARGE)
-
-    def send(self, size: int, process: int) -> None:
-        self._comm.Send([self._memory, size, MPI.BYTE], dest=process)
-
-    def receive(self, size: int, process: int) -> None:
-        self._comm.Recv([self._memory, size, MPI.BYTE], source=process)
-
-    def told(self, value: Any, by: int) -> Any:
-        """MPI's own waits keep cores busy, which the measuring pair may need."""
-        request = self._comm.Ibarrier()
-        while not request.Test():
-            time.sleep(0.001)
-        return self._comm.bcast(value, root=by)
-
-
 def measure_pairs(comm: MPI.Intracomm, where: torch.device) -> dict[Pair, Speed]:
     """The speed of each pair, or of those with process 0, from the memory of a device."""
-    pairs = combinations(range(comm.size), 2)
-    return measure(_Line(comm, where), (p for p in pairs if comm.size <= MOST or p[0] == 0))
+    pairs = [p for p in combinations(range(comm.size), 2) if comm.size <= MOST or p[0] == 0]
+    memory = torch.full((LARGE,), comm.rank, dtype=torch.uint8, device=where)
+    finish_kernels(where)
+    channel = MPIChannel(comm, True, lambda requests, _: MPI.Request.Waitall(requests))
+    return measure(MPIProcesses(comm), channel, memory, pairs, (100, 4))
 
 
 # --- The report -----------------------------------------------------------------------------------

@@ -6,11 +6,11 @@ One pair of processes after the other measures its link, while the others sleep.
 from collections.abc import Iterable, Sequence
 from statistics import median
 from time import perf_counter
-from typing import Protocol, TypeVar
+
+import torch
 
 from powergossip.formatting import counted, decimals, plain
-
-T = TypeVar("T")
+from powergossip.network.processes import Channel, Processes
 
 SMALL = 8  # bytes of a message for latency, and of answers
 SIZES = (2**16, 2**19, 2**22)  # bytes of messages for bandwidth, until one is slow
@@ -22,56 +22,41 @@ Pair = tuple[int, int]  # ranks of two processes, of which the first one sends
 Speed = tuple[float, float]  # latency in µs, bandwidth in MB/s
 
 
-class Line(Protocol):
-    """The messages of a process.
+def measure(
+    processes: Processes,
+    channel: Channel,
+    memory: torch.Tensor,
+    pairs: Iterable[Pair],
+    times: tuple[int, int],
+) -> dict[Pair, Speed]:
+    """The speed of each pair, by messages from and to a memory of LARGE bytes. All processes call
+    it.
 
-    Attributes:
-        rank: Index of this process.
+    Args:
         times: Number of measured messages for latency, and for bandwidth.
     """
 
-    rank: int
-    times: tuple[int, int]
+    def seconds(pair: Pair, size: int, times: int) -> float:
+        """Median time from a message of `size` bytes to its answer of SMALL bytes."""
+        spent = []
+        if processes.rank in pair:
+            other = [(sum(pair) - processes.rank, memory[:length]) for length in (size, SMALL)]
+            there, back = channel.requests([], other[:1]), channel.requests(other[1:], [])
+            if processes.rank == pair[1]:
+                there, back = channel.requests(other[:1], []), channel.requests([], other[1:])
+            for _ in range(1 + times):  # the first exchange sets up the connection
+                start = perf_counter()
+                for requests in (there, back):
+                    requests.start()
+                    requests.wait()
+                spent.append(perf_counter() - start)
+        return median(processes.gather(spent[1:])[pair[0]])
 
-    def send(self, size: int, process: int) -> None: ...
-
-    def receive(self, size: int, process: int) -> None: ...
-
-    def told(self, value: T | None, by: int) -> T:
-        """The value that a process has. All processes call it, and sleep while they wait."""
-
-
-def exchange(line: Line, size: int, pair: Pair, times: int) -> float:
-    """Median time in seconds from a message of `size` bytes to its answer of SMALL bytes.
-
-    Called by both processes of a pair.
-    """
-    first, other = line.rank == pair[0], sum(pair) - line.rank
-    spent = []
-    for _ in range(1 + times):  # the first exchange sets up the connection
-        start = perf_counter()
-        if first:
-            line.send(size, other)
-            line.receive(SMALL, other)
-        else:
-            line.receive(size, other)
-            line.send(SMALL, other)
-        spent.append(perf_counter() - start)
-    return median(spent[1:])
-
-
-def measure(line: Line, pairs: Iterable[Pair]) -> dict[Pair, Speed]:
-    """The speed of each pair. All processes call it."""
     found: dict[Pair, Speed] = {}
     for pair in pairs:
-
-        def seconds(size: int, times: int, pair: Pair = pair) -> float:
-            own = exchange(line, size, pair, times) if line.rank in pair else None
-            return line.told(own, pair[0])
-
-        latency = seconds(SMALL, line.times[0]) / 2
+        latency = seconds(pair, SMALL, times[0]) / 2
         for size in SIZES:
-            spent = seconds(size, line.times[1])
+            spent = seconds(pair, size, times[1])
             if spent > SLOW:
                 break
         found[pair] = 1e6 * latency, size / spent / 1e6

@@ -237,6 +237,7 @@ def test_an_interface_that_is_not_here_is_one_sentence_of_its_host(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The first process of each host says it: the others may have no such error."""
+    monkeypatch.setattr(exits, "_connected", None)
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "3")
     for value in ("nope", "nope,10.9.8.0/24"):
         monkeypatch.setenv("OMPI_MCA_btl_tcp_if_include", value)

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from itertools import chain
 from socket import gethostname
-from typing import Any
 
 import torch
 
@@ -11,36 +10,10 @@ from powergossip.formatting import counted, plain
 from powergossip.network.interfaces import interface_towards
 from powergossip.network.internet.node import Link
 from powergossip.network.internet.processes import InternetProcesses
-from powergossip.network.processes import Pieces
 from powergossip.network.speeds import LARGE, Pair, measure, three_digits
 
 DEFINITION = '{"check": true}'  # in place of that of a run
 HEADER = ("from, to", "interface", "address", "path", "ms", "Mbit/s", "QUIC")
-
-
-class _Line:
-    """Messages over the connections of a machine."""
-
-    times = 10, 2
-
-    def __init__(self, processes: InternetProcesses):
-        self.rank, self._processes = processes.rank, processes
-        self._channel = processes.channel(torch.device("cpu"))
-        self._memory = torch.zeros(LARGE, dtype=torch.uint8)
-
-    def _exchange(self, incoming: Pieces, outgoing: Pieces) -> None:
-        requests = self._channel.requests(incoming, outgoing)
-        requests.start()
-        requests.wait()
-
-    def send(self, size: int, process: int) -> None:
-        self._exchange([], [(process, self._memory[:size])])
-
-    def receive(self, size: int, process: int) -> None:
-        self._exchange([(process, self._memory[:size])], [])
-
-    def told(self, value: Any, by: int) -> Any:
-        return self._processes.gather(value)[by]
 
 
 def check(processes: InternetProcesses, edges: Sequence[Pair]) -> None:
@@ -50,7 +23,10 @@ def check(processes: InternetProcesses, edges: Sequence[Pair]) -> None:
         edges: Those of process 0 count.
     """
     edges = processes.broadcast([*edges])
-    speeds = measure(_Line(processes), chain.from_iterable([(i, j), (j, i)] for i, j in edges))
+    pairs = chain.from_iterable([(i, j), (j, i)] for i, j in edges)
+    channel = processes.channel(torch.device("cpu"))
+    memory = torch.zeros(LARGE, dtype=torch.uint8)
+    speeds = measure(processes, channel, memory, pairs, (10, 2))
     paths = {j: _path(processes, j) for i, j in speeds if i == processes.rank}
     everywhere = processes.gather((gethostname(), paths))
     for process, (host, _) in enumerate(everywhere):
@@ -61,7 +37,9 @@ def check(processes: InternetProcesses, edges: Sequence[Pair]) -> None:
         numbers = three_digits(latency / 1000), three_digits(8 * bandwidth)
         rows.append((f"{i}, {j}", *where, *numbers, overhead))
     print(f"\n{plain(rows)}\n")
-    print(f"{counted(processes.size, 'machine')}, {counted(len(edges), 'edge')}", flush=True)
+    print(f"{counted(processes.size, 'machine')}, {counted(len(edges), 'edge')}")
+    name = f"powergossip-join {processes.name}"
+    print(f"train: {name} --workers {processes.size} on machine 0, {name} on others", flush=True)
 
 
 def _path(processes: InternetProcesses, process: int) -> tuple[str, ...]:
