@@ -10,6 +10,7 @@ import socket
 import subprocess
 import threading
 import time
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -237,8 +238,7 @@ def test_an_interface_that_is_not_here_is_one_sentence_of_its_host(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The first process of each host says it: the others may have no such error."""
-    monkeypatch.setattr(exits, "_connected", None)
-    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "3")
+    monkeypatch.setattr(exits, "is_first", lambda: False)
     for value in ("nope", "nope,10.9.8.0/24"):
         monkeypatch.setenv("OMPI_MCA_btl_tcp_if_include", value)
         with pytest.raises(BadInput, match=rf"if_include={value}: use .*lo \(127.0.0.1\)") as found:
@@ -251,9 +251,7 @@ def test_an_interface_that_is_not_here_is_one_sentence_of_its_host(
         interfaces.check("OMPI_MCA_btl_tcp_if_include")
 
 
-def test_a_process_that_waits_for_others_says_where(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_process_that_waits_for_others_says_where(monkeypatch: pytest.MonkeyPatch) -> None:
     """And one that finds no interface to others for the host's name takes the default route's."""
     monkeypatch.delenv(groups.GLOO, raising=False)
     monkeypatch.setenv("MASTER_ADDR", "here")
@@ -262,14 +260,18 @@ def test_a_process_that_waits_for_others_says_where(
     monkeypatch.setattr(groups, "interface_towards", {groups.ANYWHERE: "lo"}.get)
 
     def refuse(*_: Any, **__: Any) -> None:
-        assert standstill._now is not None
-        said.append(standstill._now.text)
         raise RuntimeError("refused\nat a line")
 
+    def waiting(_: Any, others: Any, text: str) -> AbstractContextManager[None]:
+        said.append(text)
+        return nullcontext()
+
     said: list[str] = []
+    monkeypatch.setattr(standstill, "waiting", waiting)
     monkeypatch.setattr(groups.dist, "init_process_group", refuse)
     with pytest.raises(BadInput, match=r"^no connection \(refused\); tried .*") as found:
         groups.start_group()
+    assert len(said) == 1
     for text in (*said, str(found.value)):
         assert "MASTER_ADDR=here (127.0.1.1, this host alone), MASTER_PORT=7, interface lo" in text
     monkeypatch.delenv(groups.GLOO)
