@@ -10,6 +10,10 @@ class BadInput(ValueError):
     """Invalid input of the user. The text is one sentence with the accepted values."""
 
 
+class Unconnected(BadInput):
+    """This host cannot connect with others, which may know nothing of it."""
+
+
 class Stopped(RuntimeError):
     """The run cannot continue. The text is one sentence with the reason."""
 

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import NoReturn, Protocol
 
 from powergossip import launcher, ulfm
-from powergossip.errors import BadInput, PeerLost, Signaled, Stopped
+from powergossip.errors import BadInput, PeerLost, Signaled, Stopped, Unconnected
 
 
 class Group(Protocol):
@@ -44,6 +44,12 @@ def connect(found: Group) -> None:
 def is_first() -> bool:
     """True in the first process of the run, also before its processes are connected."""
     return launcher.is_first() if _connected is None else _connected.is_first
+
+
+def speaks_of(error: Exception) -> bool:
+    """True if this process reports an error that all processes have, or those of its host."""
+    own = os.environ.get("LOCAL_RANK", os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK", "0"))
+    return is_first() or (isinstance(error, Unconnected) and own == "0")
 
 
 def are_several() -> bool:

@@ -8,8 +8,8 @@ Then one pair of processes after the other measures its link, while the others s
 with more than 16 processes, the pairs of process 0. Option --quick skips this.
 
     latency    half the round-trip time of 8 bytes: the median, in µs
-    bandwidth  4 MiB divided by the time until the receiver's answer of 8 bytes: the median, in
-               MB/s (10^6 bytes per second)
+    bandwidth  4 MiB (less on a slow link) divided by the time until the receiver's answer of 8
+               bytes: the median, in MB/s (10^6 bytes per second)
 
 With GPUs and a CUDA-aware MPI, transfers from GPU memory are measured, too.
 
@@ -21,12 +21,10 @@ The results show whether MPI uses the fast network. Orders of magnitude between 
 import os
 import socket
 import sys
-import time
 from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stdout
 from io import StringIO
 from itertools import combinations
-from statistics import median
 
 import torch
 
@@ -39,14 +37,13 @@ except (ImportError, RuntimeError) as missing:
 
 from powergossip import command_line
 from powergossip.errors import BadInput
-from powergossip.formatting import counted, decimals, plain
+from powergossip.formatting import counted, plain
 from powergossip.network import cuda_aware_mpi
+from powergossip.network.mpi import MPIChannel, MPIProcesses
 from powergossip.network.processes import cores
+from powergossip.network.speeds import LARGE, MOST, Pair, Speed, measure, speeds
 
 LENGTH = 100_000  # elements of a message: more than MPI libraries send along with the header
-SMALL, LARGE = 8, 4 * 2**20  # bytes: messages for latency and for bandwidth
-TIMES = {SMALL: 100, LARGE: 4}  # measured messages of each size
-MOST = 16  # the largest number of processes for which all pairs are measured
 
 THREAD_LEVELS = ("single", "funneled", "serialized", "multiple")  # 0 to 3 in Open MPI and MPICH
 
@@ -95,94 +92,14 @@ def difference(received: torch.Tensor, expected: torch.Tensor, source: str = "")
 
 # --- Latency and bandwidth ------------------------------------------------------------------------
 
-Pair = tuple[int, int]  # ranks of two processes, ascending
-Speed = tuple[float, float]  # latency in µs, bandwidth in MB/s
-
-
-def exchange(comm: MPI.Intracomm, memory: MPI.buffer, size: int, pair: Pair) -> float:
-    """Median time in seconds from a message of `size` bytes to its answer of SMALL bytes.
-
-    Called by both processes of a pair. The first one sends.
-    """
-    first, other = comm.rank == pair[0], sum(pair) - comm.rank
-    times = []
-    for _ in range(1 + TIMES[size]):  # the first exchange sets up the connection
-        start = time.perf_counter()
-        if first:
-            comm.Send([memory, size, MPI.BYTE], dest=other)
-            comm.Recv([memory, SMALL, MPI.BYTE], source=other)
-        else:
-            comm.Recv([memory, size, MPI.BYTE], source=other)
-            comm.Send([memory, SMALL, MPI.BYTE], dest=other)
-        times.append(time.perf_counter() - start)
-    return median(times[1:])
-
-
-def wait_asleep(comm: MPI.Intracomm) -> None:
-    """A barrier that sleeps: MPI's barrier keeps cores busy, which the measuring pair may need."""
-    request = comm.Ibarrier()
-    while not request.Test():
-        time.sleep(0.001)
-
 
 def measure_pairs(comm: MPI.Intracomm, where: torch.device) -> dict[Pair, Speed]:
     """The speed of each pair, or of those with process 0, from the memory of a device."""
-    content = torch.full((LARGE,), comm.rank, dtype=torch.uint8, device=where)
+    pairs = [p for p in combinations(range(comm.size), 2) if comm.size <= MOST or p[0] == 0]
+    memory = torch.full((LARGE,), comm.rank, dtype=torch.uint8, device=where)
     finish_kernels(where)
-    # By address, since converting a tensor for each call costs more than a short message.
-    memory = MPI.buffer.fromaddress(content.data_ptr(), LARGE)
-    found: dict[Pair, Speed] = {}
-    for pair in combinations(range(comm.size), 2):
-        if comm.size > MOST and pair[0] > 0:
-            break
-        if comm.rank in pair:
-            latency = exchange(comm, memory, SMALL, pair) / 2
-            bandwidth = LARGE / exchange(comm, memory, LARGE, pair)
-            found[pair] = 1e6 * latency, bandwidth / 1e6
-        wait_asleep(comm)
-        found[pair] = comm.bcast(found.get(pair), root=pair[0])
-    return found
-
-
-def speeds(found: dict[Pair, Speed], hosts: Sequence[str]) -> str:
-    """A report: a line for each pair up to MOST processes, medians and extremes on a host and
-    between hosts, and the slowest pairs.
-
-    Args:
-        hosts: Name of the host of each rank.
-    """
-
-    def named(pair: Pair) -> str:
-        return " and ".join(f"{process} ({hosts[process]})" for process in pair)
-
-    lines = []
-    if len(hosts) <= MOST:
-        rows = [(f"{a}, {b}", *map(three_digits, speed)) for (a, b), speed in found.items()]
-        lines.append(plain([("processes", "µs", "MB/s"), *rows]))
-    for name, together in (("on a host", True), ("between hosts", False)):
-        some = [found[a, b] for a, b in found if (hosts[a] == hosts[b]) == together]
-        if some:
-            latencies, bandwidths = map(median_and_range, zip(*some, strict=True))
-            pairs = counted(len(some), "pair")
-            lines.append(f"{name} ({pairs}): {latencies} µs, {bandwidths} MB/s")
-    late = max(found, key=lambda pair: found[pair][0])
-    narrow = min(found, key=lambda pair: found[pair][1])
-    lines.append(
-        f"slowest: {three_digits(found[late][0])} µs between {named(late)}, "
-        f"{three_digits(found[narrow][1])} MB/s between {named(narrow)}"
-    )
-    return "\n".join(lines)
-
-
-def median_and_range(values: Sequence[float]) -> str:
-    """`1.30 (1.10 to 2.00)`: the median, the minimum and the maximum."""
-    middle, low, high = map(three_digits, (median(values), min(values), max(values)))
-    return f"{middle} ({low} to {high})"
-
-
-def three_digits(value: float) -> str:
-    """At least three digits, at most two of them after the decimal point."""
-    return f"{value:.{min(2, decimals(value, 3))}f}"
+    channel = MPIChannel(comm, True, lambda requests, _: MPI.Request.Waitall(requests))
+    return measure(MPIProcesses(comm), channel, memory, pairs, (100, 4))
 
 
 # --- The report -----------------------------------------------------------------------------------

@@ -138,6 +138,12 @@ class Processes:
         return self.rank == 0 or self.has_own_files
 
     @property
+    def traffic(self) -> tuple[int, int]:
+        """Bytes of all messages that this process has sent, and of the packets that carry them,
+        where the transport knows them: over the present connections."""
+        return 0, 0
+
+    @property
     def is_mpi(self) -> bool:
         return self.transport == "mpi"
 

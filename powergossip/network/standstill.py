@@ -14,10 +14,10 @@ watcher: threading.Thread | None = None  # looks now and then whether the wait i
 
 
 class waiting:
-    """A block where process `own` waits for messages of others."""
+    """A block where process `own` waits for messages of others, or for what `text` says."""
 
-    def __init__(self, own: int, others: Iterable[int]):
-        self.own, self.others = own, others
+    def __init__(self, own: int, others: Iterable[int], text: str = ""):
+        self.own, self.others, self.text = own, others, text
 
     def __enter__(self) -> None:
         global _now, watcher
@@ -42,5 +42,6 @@ def _watch() -> None:
         elif seconds >= due:
             due *= 2
             words = listed(sorted(set(now.others) - {now.own}))
-            line = f"process {now.own}: no message from process {words} for {seconds:.0f} s"
+            text = now.text or f"no message from process {words} for {{seconds}} s"
+            line = f"process {now.own}: {text.replace('{seconds}', str(round(seconds)))}"
             print(line, file=sys.stderr, flush=True)

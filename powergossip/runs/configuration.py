@@ -551,7 +551,7 @@ def imports() -> Iterator[None]:
 def _report_once(error: Exception) -> None:
     """Report an error that all processes have, in the first of them, before the others end: a
     launcher ends all processes when one has failed."""
-    if exits.is_first():
+    if exits.speaks_of(error):
         exits.report(error)
     elif exits.are_several():
         time.sleep(0.3)

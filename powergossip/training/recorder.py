@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from powergossip.errors import CannotWrite, Dropped, Interrupted, PeerLost, Stopped
+from powergossip.formatting import prefixed
 from powergossip.runs import configuration, figures, metrics, output, tables
 from powergossip.runs.checkpoints import Checkpoints
 from powergossip.runs.files import FIGURE, SAMPLE
@@ -92,6 +93,7 @@ class Recorder:
     def _open(self, trainer: Trainer) -> None:
         """Begin or resume the folder of the run. All processes call it."""
         c, run, processes = trainer.config, self._run, trainer.processes
+        self._bits_before = int(trainer.network.bits.sum())
         with processes.agreed():
             check_rest(c, trainer.step, trainer.position[:2], trainer.workers_before)
             if processes.writes:
@@ -129,10 +131,22 @@ class Recorder:
             report(self.folder, c.log_verbosity, trainer.metric, virtual, sender)
             _show_sample(trainer, self.folder / SAMPLE)
             _show_defect(trainer)
+            self._show_traffic(trainer)
             if trainer.processes.can_be_lost:
                 self.hooks.log_info({"lost_workers": trainer.execution.missing})
             self.output.close(COMPLETE)
         self.output = None
+
+    def _show_traffic(self, trainer: Trainer) -> None:
+        """Print what this machine has sent in all, beside the bytes that are counted."""
+        payload, packets = self._run.processes.traffic
+        if payload:
+            counted = (int(trainer.network.bits.sum()) - self._bits_before) / 8
+            print(
+                f"sent by this machine: {prefixed(counted, 'B')} that are counted, "
+                f"{prefixed(payload, 'B')} with agreements and evaluations, "
+                f"{prefixed(packets, 'B')} with QUIC (+{100 * (packets / payload - 1):.1f} %)"
+            )
 
     def _take_over(self, rows: Sequence[Row], process: int) -> None:
         """Go on with the output of a process that was lost."""

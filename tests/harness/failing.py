@@ -8,6 +8,7 @@ PLAN is JSON with these keys, all of them optional:
     pace    # process → seconds that each of its steps takes longer
     files   # process → the largest size of a file that it can write, in bytes
     report  # false: no figure and no table at the end
+    process # index of this process, by default its rank under mpirun
     log     # path: each process appends its events to PATH-PROCESS, as they happen
     dump    # seconds after which a process writes its stacks to PATH-PROCESS
 
@@ -45,6 +46,7 @@ from collections.abc import Callable
 from typing import Any
 
 import train
+from powergossip.network.internet.wire import InternetWire
 from powergossip.network.resilient.messages import MPIWire
 from powergossip.runs import checkpoints, configuration
 from powergossip.runs.metrics import MetricsLog
@@ -56,7 +58,7 @@ from powergossip.training.trainer import Trainer
 from tests.harness.system_calls import moments
 
 plan: dict[str, Any] = json.loads(sys.argv[1])
-process = os.environ.get("OMPI_COMM_WORLD_RANK", "0")
+process = str(plan.get("process", os.environ.get("OMPI_COMM_WORLD_RANK", "0")))
 log = f"{plan['log']}-{process}" if "log" in plan else os.devnull
 own = [event for event in plan.get("events", ()) if str(event["process"]) == process]
 found: list[Trainer] = []
@@ -162,7 +164,8 @@ checkpoints.Checkpoints.save = with_calls(  # type: ignore[method-assign]
 Trainer.__init__ = with_making(Trainer.__init__)  # type: ignore[method-assign]
 if not plan.get("report", True):
     recorder.report = lambda *_: None
-before(MPIWire, "send", "message", first=0)
+for wire in (MPIWire, InternetWire):
+    before(wire, "send", "message", first=0)
 before(checkpoints, "write_part", "save", half=lambda path, *_: path.write_bytes(b"half"))
 before(checkpoints.Checkpoints, "publish", "publish")
 before(MetricsLog, "write", "row", half=half_a_row)

@@ -2,7 +2,8 @@
 
     python -m tests.harness.fuzz --seconds 600         new seeds, for that long
     python -m tests.harness.fuzz --seeds 0:100         these seeds
-    python -m tests.harness.fuzz --drivers processes   real processes only, not the virtual clock
+    python -m tests.harness.fuzz --drivers processes   real processes only, not the virtual clock,
+                                                       nor machines that meet with a ticket
     python -m tests.harness.fuzz --case FILE           a case again
 
 A case with a fault is written to a file, which repeats it. The exit code is then 1.
@@ -20,16 +21,17 @@ from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 
-from tests.harness import fuzz_processes, fuzz_virtual, launch
+from tests.harness import fuzz_machines, fuzz_processes, fuzz_virtual, launch
 from tests.harness.fuzz_cases import Case, draw, read
 
 # A driver runs a case and returns its outcome in a word. An exception is a fault.
 DRIVERS: dict[str, Callable[[Case], str]] = {
     "virtual": fuzz_virtual.run,
     "processes": fuzz_processes.run,
+    "machines": fuzz_machines.run,
 }
 # Seconds of a case, or else it hangs. Real processes have limits of their own.
-LONGEST = {"virtual": 60, "processes": 3600}
+LONGEST = {"virtual": 60, "processes": 3600, "machines": 3600}
 FOLDER = Path("output/fuzz")
 
 

@@ -6,7 +6,7 @@ A case has these keys:
     train         # keys of train.py, with the contents of a scenario
     stop_after    # on the virtual clock: the step after which a signal stops the run
     processes     # in real processes: their number
-    plan          # how they fail, see tests/harness/failing.py
+    plan          # how they fail, and when killed machines are `back`, see tests/harness/failing.py
 """
 
 from collections.abc import Mapping
@@ -105,7 +105,8 @@ class _Draws:
 
 def draw(seed: int, driver: str = "virtual") -> Case:
     """The case of a seed. A few are impossible, and rejected."""
-    return {"virtual": _virtual, "processes": _processes}[driver](_Draws(seed))
+    drawn = {"virtual": _virtual, "processes": _processes, "machines": _machines}
+    return drawn[driver](_Draws(seed))
 
 
 def _virtual(d: _Draws) -> Case:
@@ -382,3 +383,46 @@ def _failures(
             at_save = {"process": order[0], "point": "save", "count": before + 1}
             found.append(at_save | {"signal": "SIGKILL"})
     return found
+
+
+# --- Machines that meet with a ticket ---
+
+
+def _machines(d: _Draws) -> Case:
+    size, epochs = d.one_of(2, 3, 3), d.integer(2, 4)
+    steps = d.integer(3, 8)
+    values: dict[str, Any] = {
+        "task": "tests.harness.fuzz_cases:more_data",
+        "n_workers": size,
+        "seed": d.integer(0, 999),
+        "num_epochs": epochs,
+        "max_steps_per_epoch": steps,
+        "batch_size": d.integer(2, 8),
+        "evaluation_interval": d.integer(1, 2),
+        "checkpoint_interval": 1,
+        "batched_gradients": "off",
+        "gossip": d.one_of("synchronous", "synchronous", "bounded", "asynchronous"),
+        "on_worker_loss": d.one_of("continue", "continue", "end"),
+        "topology": d.one_of("ring", "chain", "star", "fully-connected"),
+        **_method(d, of_exchanges=True),
+    }
+    if values["on_worker_loss"] == "continue":
+        values["worker_timeout"] = d.one_of(5.0, 20.0)
+    events = []
+    for process in (
+        int(p) for p in d.random.permutation(size)[: d.one_of(0, 1, 1, 1, 1, size - 1)]
+    ):
+        point = d.one_of("step", "step", "step", "message", "evaluate", "save", "load", "end")
+        count = {"step": steps * epochs - 1, "message": 6 * steps, "evaluate": epochs}
+        event = {"process": process, "point": point, "count": d.integer(1, count.get(point, 1))}
+        if d.chance(0.75):
+            event["signal"] = "SIGKILL"
+            if d.chance(0.6):
+                event["back"] = d.number(0.0, 3.0)
+        else:
+            event |= {"signal": "SIGSTOP", "seconds": d.one_of(0.5, 2.0, 7.0)}
+        events.append(event)
+    pace = {str(process): d.one_of(0.0, 0.1, 0.3) for process in range(size)}
+    return Case(
+        "machines", values, processes=size, plan={"events": events, "pace": pace, "report": False}
+    )

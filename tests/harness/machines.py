@@ -12,22 +12,24 @@ from powergossip.runs import metrics
 from tests.harness.forks import Fork
 from tests.harness.launch import ROOT, fork_server
 
+JOIN = ROOT / "powergossip" / "join.py"
+
 
 class Machine:
-    """A program powergossip-join.
+    """A program powergossip-join, or another one.
 
     Args:
         home: Folder of the machine, with its keys, its output and the folder of its run.
     """
 
-    def __init__(self, home: Path, *arguments: str):
+    def __init__(self, home: Path, *arguments: str, program: Path = JOIN):
         self.home, self.folder, self._output = home, home / "run", home / "output"
         home.mkdir(exist_ok=True)
-        words = [str(ROOT / "powergossip" / "join.py"), *arguments]
+        words = [str(program), *arguments]
         environment = os.environ | {"XDG_STATE_HOME": str(home), "OMP_NUM_THREADS": "1"}
         with self._output.open("a") as output:
             files = output.fileno(), output.fileno()
-            words += ["--output-dir", str(self.folder)]
+            words += ["--output-dir", str(self.folder)] if program == JOIN else []
             environment["PYTHONPATH"] = str(ROOT)
             self._fork = Fork(fork_server(), words, str(ROOT), environment, files)
 
@@ -40,6 +42,14 @@ class Machine:
     @property
     def output(self) -> str:
         return self._output.read_text()
+
+    def ticket(self) -> str:
+        """The ticket that a first machine prints."""
+        since = time.monotonic()
+        while not (found := re.findall(r"powergossip-join (powergossip-\S+)", self.output)):
+            assert time.monotonic() - since < 60, self.output
+            time.sleep(0.02)
+        return str(found[-1])
 
     def workers(self) -> list[tuple[int, int]]:
         """The epochs so far, and the number of workers in each."""
@@ -84,11 +94,8 @@ def run(folder: Path, first: Sequence[str], others: Sequence[str] = ()) -> Itera
     """
     machines = [Machine(folder / "0", *first)]
     try:
-        since = time.monotonic()
-        while not (ticket := re.findall(r"powergossip-join (powergossip-\S+)", machines[0].output)):
-            assert time.monotonic() - since < 60, machines[0].output
-            time.sleep(0.02)
-        machines += [Machine(folder / n, *(others or ticket[-1:])) for n in ("1", "2")]
+        ticket = machines[0].ticket()
+        machines += [Machine(folder / n, *(others or [ticket])) for n in ("1", "2")]
         yield machines
     finally:
         for machine in machines:

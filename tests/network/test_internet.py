@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -23,7 +24,16 @@ from powergossip.training.definition import settings
 
 pytest.importorskip("iroh")
 
-from powergossip.network.internet import binding, codec, handshake, meeting, node, tickets
+from powergossip.network import interfaces, speeds
+from powergossip.network.internet import (
+    binding,
+    check,
+    codec,
+    handshake,
+    meeting,
+    node,
+    tickets,
+)
 from powergossip.network.internet.node import Link, Node
 from powergossip.network.internet.processes import InternetProcesses
 from tests.harness import internet
@@ -102,6 +112,45 @@ def test_agreements_and_messages_are_those_of_other_transports(machines: Any) ->
         assert values[2][2].tolist() == [0, 1]
         assert rows == [[[r] * 3] * 2 for r in range(3)]
         assert (own, biggest, came, total) == ([0] * 5, [2, 0], [0, 7] * 3, [3.0] * 3)
+
+
+def test_the_links_of_all_edges_are_measured_and_shown_on_all_machines(
+    machines: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Positive numbers and an interface of this host in each direction. QUIC adds bytes."""
+    monkeypatch.setattr(speeds, "SIZES", (2**16,))
+    everywhere(machines(3), lambda own: check.check(own, [(0, 1), (1, 2)] if own.rank == 0 else []))
+    printed = capsys.readouterr().out
+    row = r"(\d), (\d) +(\S+) +[\d.]+:\d+ +direct +(\S+) +(\S+) +\+(\S+) %"
+    rows = re.findall(row, printed)
+    found = sorted((row[0] + row[1], row[2]) for row in rows)
+    names = {name for name, _ in interfaces.interfaces()}
+    assert [pair for pair, _ in found] == sorted(3 * ["01", "10", "12", "21"])
+    assert {name for _, name in found} <= names
+    assert all(float(number) > 0 for row in rows for number in row[3:])
+    assert printed.count("3 machines, 2 edges\n") == 3
+
+
+def test_packets_have_all_messages_and_little_more(machines: Any) -> None:
+    """The law of the line at a run's end, for messages of 100 kB: at least their bytes, at most 5 %
+    and a handshake more."""
+    first, second = machines(2)
+    sent = torch.zeros(20, 100_000, dtype=torch.uint8)
+    before = [m.traffic for m in (first, second)]
+
+    def exchange(own: InternetProcesses, incoming: Any, outgoing: Any) -> None:
+        request = own.channel(torch.device("cpu")).requests(incoming, outgoing)
+        request.start()
+        request.wait()
+
+    with ThreadPoolExecutor(1) as pool:
+        receiving = pool.submit(exchange, second, [(0, torch.empty_like(sent))], [])
+        exchange(first, [], [(1, sent)])
+        receiving.result(60)
+    payload, packets = (now - was for now, was in zip(first.traffic, before[0], strict=True))
+    assert payload == sent.numel()
+    assert payload < packets < 1.05 * payload + 2**14
+    assert second.traffic[0] == before[1][0]
 
 
 def test_a_machine_that_leaves_is_lost_for_the_others_with_its_reason(machines: Any) -> None:

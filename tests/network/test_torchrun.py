@@ -10,6 +10,7 @@ import socket
 import subprocess
 import threading
 import time
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,8 @@ import numpy as np
 import pytest
 import torch
 
-from powergossip import topologies
-from powergossip.errors import PeerLost
+from powergossip import exits, topologies
+from powergossip.errors import BadInput, PeerLost
 from powergossip.network import (
     Conversation,
     Gather,
@@ -29,15 +30,17 @@ from powergossip.network import (
     ToAll,
     ToEach,
     checked_barrier_at_exit,
+    interfaces,
     processes,
     processes_of,
+    standstill,
 )
 from powergossip.network import (
     launch as launching,
 )
 from powergossip.network.device_channel import Connection
 from powergossip.network.processes import in_parts
-from powergossip.network.torch import channels
+from powergossip.network.torch import channels, groups
 from powergossip.network.torch.channels import GlooChannel, NCCLChannel, Waiters
 from powergossip.network.torch.processes import GroupProcesses
 from powergossip.runs.checkpoints import Checkpoints
@@ -230,6 +233,49 @@ def test_the_launcher_decides(tmp_path: Path) -> None:
     for how, given in (("initialized", None), ("gloo", variables)):
         first, _ = pair(tmp_path, str(script), how, variables=given)
         assert first.split() == [how, "2", "gloo"]
+
+
+def test_an_interface_that_is_not_here_is_one_sentence_of_its_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first process of each host says it: the others may have no such error."""
+    monkeypatch.setattr(exits, "is_first", lambda: False)
+    for value in ("nope", "nope,10.9.8.0/24"):
+        monkeypatch.setenv("OMPI_MCA_btl_tcp_if_include", value)
+        with pytest.raises(BadInput, match=rf"if_include={value}: use .*lo \(127.0.0.1\)") as found:
+            interfaces.check("OMPI_MCA_btl_tcp_if_include")
+        for local, speaks in (("0", True), ("1", False)):
+            monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", local)
+            assert exits.speaks_of(found.value) == speaks
+    for value in ("lo", "127.0.0.0/8,nope"):
+        monkeypatch.setenv("OMPI_MCA_btl_tcp_if_include", value)
+        interfaces.check("OMPI_MCA_btl_tcp_if_include")
+
+
+def test_a_process_that_waits_for_others_says_where(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And one that finds no interface to others for the host's name takes the default route's."""
+    monkeypatch.delenv(groups.GLOO, raising=False)
+    monkeypatch.setenv("MASTER_ADDR", "here")
+    monkeypatch.setenv("MASTER_PORT", "7")
+    monkeypatch.setattr(groups, "address_of", {"here": "127.0.1.1"}.get)
+    monkeypatch.setattr(groups, "interface_towards", {groups.ANYWHERE: "lo"}.get)
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RuntimeError("refused\nat a line")
+
+    def waiting(_: Any, others: Any, text: str) -> AbstractContextManager[None]:
+        said.append(text)
+        return nullcontext()
+
+    said: list[str] = []
+    monkeypatch.setattr(standstill, "waiting", waiting)
+    monkeypatch.setattr(groups.dist, "init_process_group", refuse)
+    with pytest.raises(BadInput, match=r"^no connection \(refused\); tried .*") as found:
+        groups.start_group()
+    assert len(said) == 1
+    for text in (*said, str(found.value)):
+        assert "MASTER_ADDR=here (127.0.1.1, this host alone), MASTER_PORT=7, interface lo" in text
+    monkeypatch.delenv(groups.GLOO)
 
 
 def test_a_process_that_is_lost_at_the_end_is_reported_as_before(

@@ -110,6 +110,7 @@ class Link:
         name: Its name in errors.
         connection: The connection of iroh.
         is_down: True while a new connection is looked for.
+        payload: Bytes of the messages that this machine has sent.
     """
 
     def __init__(self, key: bytes, connection: Any, again: Callable[["Link"], Awaitable[None]]):
@@ -117,7 +118,7 @@ class Link:
         self.is_down = False
         self._outgoing: dict[int, _Outgoing] = {}
         self._inboxes: dict[int, _Inbox] = {}
-        self._end, self._sent_before = "", 0
+        self._end, self._sent_before, self.payload = "", 0, 0
         self._changed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._accepting = asyncio.ensure_future(self._accept(connection))
         self._holding = asyncio.ensure_future(self._hold(again))
@@ -297,6 +298,7 @@ class Link:
             self._outgoing[tag] = _Outgoing(self._opened(tag))
         outgoing = self._outgoing[tag]
         async with outgoing.turn:
+            self.payload += len(octets)
             start = _SIZE.pack(len(octets))
             for first in range(0, max(len(octets), 1), _PART):
                 part = start + bytes(octets[first : first + _PART])
@@ -477,6 +479,8 @@ class Node:
             self.wait(close(), seconds + _HANDSHAKE)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(seconds)
+        self._links.clear()  # what iroh has made must go before its module, at the end of Python
+        self.endpoint = None
         atexit.unregister(self.close)
 
     # --- Connections ---

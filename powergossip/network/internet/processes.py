@@ -81,6 +81,11 @@ class Machines(Processes):
         """The connection to a process, if there is one."""
         return self.node.known_link(self._keys[process])
 
+    @property
+    def traffic(self) -> tuple[int, int]:
+        links = [link for key in self._keys if (link := self.node.known_link(key)) is not None]
+        return sum(link.payload for link in links), sum(link.sent_bytes for link in links)
+
     def ask_all(self) -> None:
         """Ask the others to admit this process."""
         self.node.is_away = False
@@ -234,12 +239,6 @@ class InternetProcesses(Machines):
             for process, key in enumerate(self._keys)
             if (link := self.node.known_link(key)) is not None and link.is_ahead(0)
         ]
-
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes that this machine has sent in UDP datagrams to those that it is connected with."""
-        links = [link for key in self._keys if (link := self.node.known_link(key)) is not None]
-        return sum(link.sent_bytes for link in links)
 
     # --- The end ---
 

@@ -1,35 +1,43 @@
 """Groups of torch.distributed, and how their processes find each other."""
 
 import atexit
-import fcntl
 import os
 import socket
-import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
-from powergossip.errors import BadInput
+from powergossip.errors import Unconnected
+from powergossip.network import interfaces, standstill
+from powergossip.network.interfaces import (
+    ANYWHERE,
+    address_of,
+    address_towards,
+    interface_towards,
+)
 from powergossip.network.processes import Processes
 
 _START = timedelta(minutes=10)  # within this time, all processes must have started
+GLOO = "GLOO_SOCKET_IFNAME"
 _made: tuple[int, int, str] | None = None  # rank, size, backend of the default group, if made here
 
 
 def start_group(backend: str = "gloo", **options: Any) -> dist.ProcessGroup:
     """Make the default group, see torch.distributed.init_process_group, and destroy it at exit."""
     global _made
-    ours = sys.excepthook
+    interfaces.check(GLOO)
+    _use_interface_to(socket.gethostname() if options else os.environ.get("MASTER_ADDR", ""))
+    tried = _tried(options)
+    ours, rank = sys.excepthook, options.get("rank", os.environ.get("RANK", 0))
     try:
-        dist.init_process_group(backend, timeout=_START, **options)
-    except dist.DistError as error:
+        with standstill.waiting(rank, (), f"not all processes are here after {{seconds}} s{tried}"):
+            dist.init_process_group(backend, timeout=_START, **options)
+    except RuntimeError as error:
         reason = str(error).partition("\n")[0]
-        raise BadInput(
-            f"no connection ({reason}); use another MASTER_PORT, in all processes"
-        ) from error
+        raise Unconnected(f"no connection ({reason}){tried}") from error
     # PyTorch's excepthook would capture the output of ours until ours returns. It never returns: it
     # ends all processes, and the reason would be lost.
     sys.excepthook = ours
@@ -39,13 +47,29 @@ def start_group(backend: str = "gloo", **options: Any) -> dist.ProcessGroup:
     return group
 
 
+def _tried(options: Mapping[str, Any]) -> str:
+    """The place where processes meet, the interface, and those that are accepted, as the end of a
+    sentence."""
+    place, accepted = options.get("init_method") or "the store of MPI's processes", ""
+    if not options:
+        host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT")
+        found = address_of(host) or "unknown here"
+        where = ", this host alone" if found.startswith("127.") else ""
+        place = f"MASTER_ADDR={host} ({found}{where}), MASTER_PORT={port}"
+        accepted = "an address and a free port of process 0's host, the same in all processes, and "
+    through = os.environ.get(GLOO, "that of the host's name")
+    return (
+        f"; tried {place}, interface {through}; use {accepted}{GLOO} with an interface that leads "
+        f"to the others: {interfaces.listed()}"
+    )
+
+
 def group_of_launcher() -> dist.ProcessGroup:
     """The default group, which the first call makes from the variables of torchrun."""
     if dist.is_initialized():
         group = dist.group.WORLD
         assert group is not None
         return group
-    use_interface_to(os.environ.get("MASTER_ADDR", ""))
     return start_group()
 
 
@@ -84,45 +108,22 @@ def _store(processes: Processes) -> dist.TCPStore:
     address = "", 0
     if processes.rank == 0:
         alone = processes.local_size == processes.size
-        host = "127.0.0.1" if alone else address_towards("192.0.2.1")
+        host = "127.0.0.1" if alone else address_towards(ANYWHERE)
         store = dist.TCPStore(host, 0, processes.size, is_master=True, wait_for_workers=False)
         address = host, store.port
     host, port = processes.broadcast(address)
     return store or dist.TCPStore(host, port, processes.size, is_master=False)
 
 
-def address_towards(host: str) -> str:
-    """This host's address as another host sees it. 192.0.2.1, an address for documentation, finds
-    the default route's."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((host, 9))  # nothing is sent
-            return str(probe.getsockname()[0])
-        except OSError:
-            return socket.gethostname()
-
-
-def use_interface_to(host: str) -> None:
+def _use_interface_to(host: str) -> None:
     """Make gloo use the network interface that leads to a host, unless GLOO_SOCKET_IFNAME is set.
 
     By itself it uses the address of this host's name, which often belongs to no network.
     """
-    if not host or "GLOO_SOCKET_IFNAME" in os.environ:
+    if not host or GLOO in os.environ:
         return
-    own = address_towards(host)
-    for name, address in _interfaces():
-        if address == own or (own.startswith("127.") and address == "127.0.0.1"):
-            os.environ["GLOO_SOCKET_IFNAME"] = name
-            return
-
-
-def _interfaces() -> Iterator[tuple[str, str]]:
-    """Network interfaces with an IPv4 address (Linux)."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:15])
-            try:
-                answer = fcntl.ioctl(probe.fileno(), 0x8915, request)  # SIOCGIFADDR
-            except OSError:
-                continue
-            yield name, socket.inet_ntoa(answer[20:24])
+    address = address_of(host)
+    if address.startswith("127.") and host not in ("localhost", address):
+        host = ANYWHERE  # others do not see this host at the address of its name
+    if name := interface_towards(host):
+        os.environ[GLOO] = name
