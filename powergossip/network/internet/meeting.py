@@ -174,7 +174,7 @@ def connect(
         return *Host(ticket, record, options, definition).meet(), ticket
     asked.node.definition = definition
     try:
-        _check_same(ticket.name, json.loads(asked.definition), json.loads(definition))
+        _check_same(ticket.name, *(json.loads(d or "{}") for d in (asked.definition, definition)))
     except BadInput:
         asked.leave("its settings differ")
         raise
