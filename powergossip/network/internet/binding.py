@@ -1,8 +1,6 @@
 """The package iroh."""
 
 import ctypes
-import sys
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -49,17 +47,7 @@ def iroh() -> Any:
     memory = builder(iroh_ffi)
     if copies_one_by_one(memory):
         memory.slow_write, memory.write = memory.write, write
-    for kind in vars(iroh_ffi).values():
-        if isinstance(kind, type) and "__del__" in vars(kind):
-            kind.__del__ = _deletion(kind.__del__)  # type: ignore[attr-defined]
     return iroh_ffi
-
-
-def _deletion(
-    given: Callable[[Any], None], ends: Callable[[], bool] = sys.is_finalizing
-) -> Callable[[Any], None]:
-    """A `__del__` that does nothing at the end of the interpreter, where the module is gone."""
-    return lambda self: None if ends() else given(self)
 
 
 def builder(module: Any) -> Any:
