@@ -242,10 +242,11 @@ class Evaluation:
                 f"the workers do not agree, since the consensus distance of {distance:.3g} exceeds "
                 f"the norm of their mean model, {norm:.3g}"
             )
-        elif means and abs(means["accuracy"] - of_workers.get("accuracy", math.nan)) > DISAGREEMENT:
+        own, of_mean = (values.get("accuracy", math.nan) for values in (of_workers, means))
+        if not found and abs(of_mean - own) > DISAGREEMENT:
             found.append(
-                f"the workers do not agree, since their accuracies are {of_workers['accuracy']:.1%}"
-                f" on average, and their mean model's is {means['accuracy']:.1%}"
+                f"the workers do not agree, since their accuracies are {own:.1%} on average, and "
+                f"their mean model's is {of_mean:.1%}"
             )
         counts, samples = self._task.label_counts(), self._task.samples[self._splits()[0][0]]
         if "accuracy" in means and counts is not None:
@@ -258,7 +259,9 @@ class Evaluation:
                 )
         rates = "learning_rate or optimizer_diffusion_rate"
         rates = rates if "diffusion_rate" in c.options else "learning_rate"
-        return f"{', and '.join(found)}; use a smaller {rates}" if found else ""
+        return (
+            f"{', and '.join(found)}; train for longer, or use a smaller {rates}" if found else ""
+        )
 
     def _means(self, sums: Mapping[str, float]) -> dict[str, float]:
         """Turn {metric: sum, "count": samples} into {metric: mean}, with derived metrics."""
