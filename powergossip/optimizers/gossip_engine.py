@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from powergossip import network
-from powergossip.network import Conversation, Exchange, Processes, together
+from powergossip.network import Conversation, Exchange, Processes, processes_of, together
 from powergossip.optimizers.checks import (
     check_owner,
     check_same_everywhere,
@@ -83,7 +83,7 @@ class Averaged(Traffic):
             self.network = method.network(processes, like.device, working_dtype([like]))
         of_all = {"the method": method.facts(), "the graph": self.network.topology.fingerprint}
         check_same_everywhere(processes, of_all | {"message_dtype": message_dtype})
-        if self.n_workers == 1:
+        if self.n_workers == 1 and processes is processes_of():
             warnings.warn(
                 f"{owner} averages nothing in a single process; start several, such as "
                 "mpirun -np 4 python SCRIPT or torchrun --nproc-per-node 4 SCRIPT",

@@ -436,4 +436,4 @@ def test_a_machine_with_other_settings_is_turned_away(
 ) -> None:
     theirs = {"n_workers": 2, "num_epochs": 1}
     with pytest.raises(BadInput, match=sentence) if sentence else nullcontext():
-        meeting._check_same("run-a", theirs, own)
+        meeting.check_same("run-a", theirs, own)

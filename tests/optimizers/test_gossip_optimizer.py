@@ -1087,7 +1087,7 @@ def test_options_without_a_type_accept_every_value(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(algorithms.AVERAGING, "mine", build)
     wrapped(OPTIMIZERS["sgd"], "mine", gain="high", process_group=ALONE)
     wrapped(OPTIMIZERS["sgd"], "mine", kind=(1, 2), process_group=ALONE)
-    assert found == [("high", None), (None, (1, 2))]
+    assert list(dict.fromkeys(found)) == [("high", None), (None, (1, 2))]
 
 
 @pytest.mark.parallel([4])

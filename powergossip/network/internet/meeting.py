@@ -174,14 +174,14 @@ def connect(
         return *Host(ticket, record, options, definition).meet(), ticket
     asked.node.definition = definition
     try:
-        _check_same(ticket.name, *(json.loads(d or "{}") for d in (asked.definition, definition)))
+        check_same(ticket.name, *(json.loads(d or "{}") for d in (asked.definition, definition)))
     except BadInput:
         asked.leave("its settings differ")
         raise
     return *asked.enter(), ticket
 
 
-def _check_same(name: str, theirs: dict[str, Any], own: dict[str, Any]) -> None:
+def check_same(name: str, theirs: dict[str, Any], own: dict[str, Any]) -> None:
     """Raise BadInput unless this machine's settings are those of the first machine."""
     resumes = "resume" in own  # then own ones may have resolved values of a folder, too
     for key in theirs if resumes else sorted({*theirs, *own}):
