@@ -50,7 +50,15 @@ LONGER: Mapping[tuple[str, str], Values] = {
     (f"{ALL_REDUCE}, Muon", "32"): METHODS[f"{ALL_REDUCE}, Muon"] | {"learning_rate": 0.003},
     (MUON, "4"): CHOSEN[MUON] | {"optimizer_bits": 4},
     (MUON, "2"): CHOSEN[MUON] | {"optimizer_bits": 2},
-    (f"{MUON}, rounds of 60", "2"): CHOSEN[MUON] | {"optimizer_bits": 2, "local_steps": 60},
+    **{
+        (f"{MUON}, rounds of {steps}", "2"): CHOSEN[MUON]
+        | {"optimizer_bits": 2, "local_steps": steps}
+        for steps in (60, 15)
+    },
+}
+RARE: Mapping[tuple[str, str], Values] = {
+    (f"{method}, rounds of 120", "2"): CHOSEN[method] | {"optimizer_bits": 2, "local_steps": 120}
+    for method in (DILOCO, MUON)
 }
 USUAL, MORE = "the steps of `language`", f"{TIMES} times as many steps"
 
@@ -63,9 +71,10 @@ def experiment() -> Experiment:
         few = {str(b): {"optimizer_bits": b} for b in bits}
         axes: Axes = {"of": {USUAL: {}}, "method": {method: CHOSEN[method]}, "bits": few}
         cases |= grid(values, axes, SEEDS[:1])
-    for (method, b), of_method in LONGER.items():
-        axes = {"of": {MORE: LONG}, "method": {method: of_method}, "bits": {b: {}}}
-        cases |= grid(values, axes, SEEDS[:1])
+    for name, more, found in ((USUAL, {}, RARE), (MORE, LONG, LONGER)):
+        for (method, b), of_method in found.items():
+            axes = {"of": {name: more}, "method": {method: of_method}, "bits": {b: {}}}
+            cases |= grid(values, axes, SEEDS[:1])
 
     def report(outcomes: Outcomes, folder: Path) -> str:
         parts = [f"{values['n_workers']} workers, rounds of {ROUND} steps. {MERGE}"]
