@@ -23,6 +23,7 @@ from powergossip.network import (
     Mean,
     Message,
     Network,
+    Processes,
     ToAll,
     ToEach,
 )
@@ -193,12 +194,14 @@ class Traffic:
 def count(method: PredictedMethod, layout: Layout) -> Traffic:
     """Run a method, and return its messages. Raises ValueError for bad options.
 
-    The first two steps do not count: messages of few bits begin with whole ones.
+    Messages of few bits begin with whole ones, and become short if their receivers answer: all
+    three workers of a ring take these steps, of which only the last ones count.
     """
-    network = Network(topologies.make("ring", 3), FakeProcesses(3))
-    step, x = method.build(network, layout), _start(layout)
+    few = "bits" in method.options
+    network = Network(topologies.make("ring", 3), Processes() if few else FakeProcesses(3))
+    step, x = method.build(network, layout), _start(layout, len(network.workers))
     steps = []
-    for _ in range(2 * STEPS):
+    for _ in range(4 * STEPS if few else STEPS):
         phases: list[Phase] = []
 
         def counted(messages: Messages, answers: Any, phases: list[Phase] = phases) -> Any:
@@ -276,5 +279,5 @@ def measured_seconds(
     return least
 
 
-def _start(layout: Layout) -> Tensor:
-    return torch.randn(1, layout.size, generator=torch.Generator().manual_seed(1))
+def _start(layout: Layout, n_workers: int = 1) -> Tensor:
+    return torch.randn(n_workers, layout.size, generator=torch.Generator().manual_seed(1))

@@ -60,6 +60,19 @@ def test_bytes_and_messages_are_those_that_the_network_counts(name: str) -> None
             assert messages[worker] == steps * traffic.messages(8, sent[worker])
 
 
+@pytest.mark.parametrize(("rank", "iterations"), [(1, 2), (8, 1)])
+def test_power_gossip_in_few_bits_has_short_messages(rank: int, iterations: int) -> None:
+    """8 times shorter than floats with 4 bits, except for the ranges and checksums of blocks."""
+    layout, options = Layout([(256, 192)] * 4), {"rank": rank, "num_iterations": iterations}
+    of = {
+        bits: prediction.count(
+            PredictedMethod("power-gossip", {**options, "bits": bits}), layout
+        ).bits(8, 2)
+        for bits in (4, 32)
+    }
+    assert 6.5 < of[32] / of[4] < 8
+
+
 def test_an_all_reduce_in_few_bits_is_a_small_all_reduce() -> None:
     """After its first step. Blocks of 64 elements are divided evenly."""
     method, layout = PredictedMethod("all-reduce", {"bits": 4}), Layout([(48, 32)])
