@@ -32,7 +32,7 @@ from powergossip.errors import BadInput
 from powergossip.network import Processes
 from powergossip.runner import runner
 from powergossip.runner.jobs import Launcher
-from powergossip.runner.runner import Experiment, Folder, Results, Run, carry_out, carry_out_one
+from powergossip.runner.runner import Experiment, Folder, Results, Run, carry_out
 from powergossip.runs import configuration, figures
 from powergossip.training.config_checks import checked
 from tests.harness import slurm
@@ -288,24 +288,34 @@ def test_runs_take_cores_in_their_order(folder: Folder, monkeypatch: pytest.Monk
     assert order == list(range(8))
 
 
-def test_no_run_begins_after_ctrl_c(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+CTRL_C = """
+import os, signal, sys
+from pathlib import Path
+from powergossip.runner import runner
+from powergossip.runner.runner import Experiment, Folder, Run, carry_out
+
+def ended(run, path, launcher):
+    begun.append(run.values["value"])
+    path.mkdir(parents=True)
+    os.kill(os.getpid(), signal.SIGINT)
+    return True
+
+begun, runner.carry_out_one, folder = [], ended, Folder("question", Path(sys.argv[1]))
+Run.check = lambda run, launcher: None
+for first in range(0, 500, 5):
+    runs = [Run("train", {"value": first + i}) for i in range(5)]
+    try:
+        carry_out(Experiment("a question", [lambda results: runs], None), folder, 1, "process")
+    except KeyboardInterrupt:
+        continue
+print("begun:", *begun)
+"""
+
+
+def test_no_run_begins_after_ctrl_c(tmp_path: Path) -> None:
     """Even if another one ends at that moment. It is a race, hence the repetitions."""
-    begun: list[int] = []
-
-    def ended(run: Run, path: Path, launcher: Launcher) -> bool:
-        begun.append(run.values["value"])
-        path.mkdir(parents=True)
-        os.kill(os.getpid(), signal.SIGINT)
-        return True
-
-    monkeypatch.setattr(runner, "carry_out_one", ended)
-    for first in range(0, 500, 5):
-        runs = [Run("train", {"value": first + i}) for i in range(5)]
-        with pytest.raises(KeyboardInterrupt):
-            carry_out(asked(*runs), folder, 1, "process")
-    assert begun == list(range(0, 500, 5))
-    monkeypatch.setattr(runner, "carry_out_one", carry_out_one)
-    assert carry_out(asked(Run("train", {"value": 999})), folder, 1, "process") == [], "later"
+    begun = python("-c", CTRL_C, tmp_path, fresh=True).stdout.partition("begun: ")[2]
+    assert begun.split() == [str(first) for first in range(0, 500, 5)]
 
 
 def test_an_experiment_of_slurm_jobs(folder: Folder, tmp_path: Path) -> None:
