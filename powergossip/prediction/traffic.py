@@ -194,14 +194,14 @@ class Traffic:
 def count(method: PredictedMethod, layout: Layout) -> Traffic:
     """Run a method, and return its messages. Raises ValueError for bad options.
 
-    Messages of few bits begin with whole ones, and become short if their receivers answer: all
-    three workers of a ring take these steps, of which only the last ones count.
+    Messages of few bits begin with whole ones, and become short in gossip if their receivers
+    answer: all three workers of a ring take these steps, of which only the last ones count.
     """
-    few = "bits" in method.options
+    few = "bits" in method.options and method.gossips
     network = Network(topologies.make("ring", 3), Processes() if few else FakeProcesses(3))
     step, x = method.build(network, layout), _start(layout, len(network.workers))
     steps = []
-    for _ in range(4 * STEPS if few else STEPS):
+    for _ in range((4 if few else 2) * STEPS):
         phases: list[Phase] = []
 
         def counted(messages: Messages, answers: Any, phases: list[Phase] = phases) -> Any:

@@ -48,8 +48,8 @@ def test_bytes_and_messages_are_those_that_the_network_counts(name: str) -> None
         step = method.build(network, LAYOUT)
         x = torch.randn(8, LAYOUT.size, generator=torch.Generator().manual_seed(0))
         steps = 2 * topology.period
-        for t in range(2 * steps):
-            if t == steps:  # the first messages of few bits are whole
+        for t in range(4 * steps):
+            if t == 3 * steps:  # the first messages of few bits are whole
                 before = network.bits.copy(), network.messages.copy()
             network.run(step(x))
         bits, messages = network.bits - before[0], network.messages - before[1]
