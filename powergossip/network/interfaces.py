@@ -50,7 +50,10 @@ def check(variable: str) -> None:
     given, here = os.environ.get(variable, ""), [*interfaces()]
     for word in given.split(","):
         with suppress(ValueError):
-            if word in dict(here) or any(ip_address(own) in ip_network(word) for _, own in here):
+            if word in dict(here):
+                return
+            network = ip_network(word, strict=False)
+            if any(ip_address(own) in network for _, own in here):
                 return
     if given:
         name = variable.removeprefix("OMPI_MCA_")

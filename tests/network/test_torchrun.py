@@ -247,7 +247,7 @@ def test_an_interface_that_is_not_here_is_one_sentence_of_its_host(
         for local, speaks in (("0", True), ("1", False)):
             monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", local)
             assert exits.speaks_of(found.value) == speaks
-    for value in ("lo", "127.0.0.0/8,nope"):
+    for value in ("lo", "127.0.0.0/8,nope", "127.0.0.1/8"):
         monkeypatch.setenv("OMPI_MCA_btl_tcp_if_include", value)
         interfaces.check("OMPI_MCA_btl_tcp_if_include")
 
