@@ -47,7 +47,7 @@ def is_first() -> bool:
 
 
 def speaks_of(error: Exception) -> bool:
-    """True if this process reports an error that all processes have, or those of its host."""
+    """True if this process reports an error that all processes have, or all on its host."""
     own = os.environ.get("LOCAL_RANK", os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK", "0"))
     return is_first() or (isinstance(error, Unconnected) and own == "0")
 

@@ -26,7 +26,7 @@ _LEAST = 30  # octaves below 1 of a part without a difference, if all are
 _EXACT = 2.0**50
 _STEPS = 4  # steps of a range in an octave
 _START = 2  # whole messages: models often start equal, and the first differences are 0
-_CLEAR = 2**32  # first index of the dither in a random stream, behind those of directions
+_CLEAR = 2**32  # first index of the dither in a random stream, after the directions'
 
 
 class DifferenceCode:
@@ -56,7 +56,7 @@ class DifferenceCode:
         lengths: Elements of the parts.
         shards: Processes of the replica, if parameters are divided over them. All have s, and each
             sends a piece of the message.
-        index: Index of the code among those of an edge.
+        index: Index of the code among the codes of an edge.
         library: Compiled loops, kernels/difference_code.c. They give the same results.
 
     Attributes:

@@ -58,8 +58,8 @@ class PowerGossip:
 
     With b bits, d comes from integers modulo 2^b, see `DifferenceCode`. It has the error of a
     random rounding: the expectation is the same, both ends have the same d to the bit, and the mean
-    stays. The first messages of each edge are whole: those of two steps, or of four if
-    num_iterations is odd.
+    stays. The first messages of each edge are whole: in two steps, or in four if num_iterations
+    is odd.
 
     Args:
         diffusion_rate: Diffusion rate γ, or "auto": the best one of plain gossip on this topology,
@@ -295,7 +295,7 @@ class PowerGossip:
                 gossip.add_increment(own, theirs, result)
 
     def _gathered(self, rest: Tensor) -> Tensor:
-        """The elements of whole tensors that are not compressed, from those of all shards."""
+        """The uncompressed elements of whole tensors, gathered from all shards."""
         shards = self._layout.shards
         if shards is None:
             return rest

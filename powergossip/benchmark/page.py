@@ -192,13 +192,13 @@ def _marked(line: Line, own: Line | None) -> str:
 
 
 def _processor(found: Sequence[Line], own: Line | None) -> str:
-    """That of `own`, or the usual one."""
+    """The processor of `own`, or the usual one."""
     ((usual, _),) = Counter(line.processor for line in found).most_common(1)
     return own.processor if own else usual
 
 
 def _notes(found: Sequence[Line], own: Line | None, others: Sequence[str]) -> list[str]:
-    """What the tables of a task leave out or compare with care."""
+    """Notes on entries that the tables of a task leave out or compare with care."""
     notes = []
     if found and not found[0].task.is_virtual:
         usual = _processor(found, own)

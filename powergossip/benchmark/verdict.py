@@ -19,8 +19,7 @@ BEST = f"the best other one within {SIMILAR} × of its bytes"
 
 
 def peers(own: Line, found: Sequence[Line]) -> list[Line]:
-    """The entries whose megabytes, with a merge, are within a factor of those of `own`, best first,
-    `own` among them."""
+    """`own` and the entries with about as many megabytes, with a merge, up to a factor; best first."""
     factor = SIMILAR
     return [
         line

@@ -187,8 +187,8 @@ class OneProcess(_Here):
 
 
 class Slurm(_Here):
-    """`sbatch --wait` with N tasks. Slurm chooses the nodes, and runs jobs of one name, that of the
-    run, one after the other.
+    """`sbatch --wait` with N tasks. Slurm chooses the nodes, and runs jobs with the name of one
+    run one after the other.
 
     A job writes its number to folder/slurm when it begins. For one that is cancelled before, sbatch
     reports success.

@@ -45,8 +45,8 @@ def described(groups: Groups, width: int = 44) -> str:
 def key_groups(config: DictConfig) -> Groups:
     """Return title → key → default and comment in the class.
 
-    A comment may continue in lines that begin with "#   ". One above a key is a title. A class with
-    `groups` has those of its keys there.
+    A comment may continue in lines that begin with "#   ". One above a key is a title. A class
+    may have an attribute `groups` with the groups of its keys instead.
     """
     found: Groups = {}
     for kind in reversed(schema(config).__mro__):

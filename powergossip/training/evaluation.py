@@ -234,7 +234,7 @@ class Evaluation:
 
     def _defect(self, means: Mapping[str, float], of_workers: Mapping[str, float]) -> str:
         """A sentence about models that differ by more than the norm of their mean, or in accuracy
-        from it, or whose accuracy is that of a guess, up to three standard deviations."""
+        from it, or that are no better than a guess, up to three standard deviations."""
         found, c = [], self._config
         distance, norm = self._consensus_distance, float(self.mean_model.x.norm())
         if distance > norm:

@@ -1,4 +1,4 @@
-"""The text of `train.py --help`: the main keys, those of a method, or every key."""
+"""The text of `train.py --help`: the main keys, a method's keys, or every key."""
 
 import difflib
 import re

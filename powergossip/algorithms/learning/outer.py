@@ -157,7 +157,7 @@ class Fragments:
 
     @property
     def codes(self) -> list[tuple[DifferenceCode, ...]]:
-        """Those of messages of few bits."""
+        """The codes of messages of few bits, of all fragments."""
         return [codes for f in self._fragments for codes in getattr(f.averaging, "codes", ())]
 
     def begin_at(self, point: Tensor) -> None:
@@ -359,7 +359,7 @@ class OuterRule(GossipRule):
         return self._fragments[self._steps // self._interval % len(self._fragments)]
 
     def _refer(self, fragments: Sequence[Fragment]) -> None:
-        """Let messages of few bits be differences from φ, which all workers have."""
+        """Make φ, which all workers have, the reference of messages of few bits."""
         for fragment in fragments:
             if self.common and isinstance(fragment.averaging, QuantizedMean):
                 fragment.begin_at(self._slow[0])

@@ -12,7 +12,7 @@ from powergossip.network.internet.node import Link
 from powergossip.network.internet.processes import InternetProcesses
 from powergossip.network.speeds import LARGE, Pair, measure, three_digits
 
-DEFINITION = '{"check": true}'  # in place of that of a run
+DEFINITION = '{"check": true}'  # in place of a run's definition
 HEADER = ("from, to", "interface", "address", "path", "ms", "Mbit/s", "QUIC")
 
 
@@ -20,7 +20,7 @@ def check(processes: InternetProcesses, edges: Sequence[Pair]) -> None:
     """Print a line for each direction of each edge, on all machines. All of them call it.
 
     Args:
-        edges: Those of process 0 count.
+        edges: Edges to measure. Only process 0's value counts.
     """
     edges = processes.broadcast([*edges])
     pairs = chain.from_iterable([(i, j), (j, i)] for i, j in edges)

@@ -77,7 +77,7 @@ def _stat(pid: int) -> tuple[str, str]:
 
 
 class SignsOfLife(Protocol):
-    """Whether the other processes live."""
+    """Signs that the other processes live."""
 
     def lives(self, process: int) -> bool:
         """True if a process has shown since the last call that it runs."""
