@@ -19,7 +19,7 @@ BEST = f"the best other one within {SIMILAR} × of its bytes"
 
 
 def peers(own: Line, found: Sequence[Line]) -> list[Line]:
-    """`own` and the entries with about as many megabytes, with a merge, up to a factor; best first."""
+    """`own` and the entries with as many megabytes, with a merge, up to a factor. Best first."""
     factor = SIMILAR
     return [
         line
