@@ -368,8 +368,8 @@ def orthonormalize(directions: Tensor, redraw: Callable[[int], Tensor]) -> Tenso
 
     A direction that is 0 or, up to rounding, in the span of those before it carries no information
     (if the matrix is 0, for instance). It is replaced by the same one of `redraw(attempt)`
-    [batch, rank, length], attempt = 1, 2, … On a GPU, which the question would wait for, the first
-    of them is drawn in any case, and no other.
+    [batch, rank, length], attempt = 1, 2, … On a GPU, where a check would have to wait for the GPU,
+    the first of them is always drawn, and no other.
     """
     p = directions.double()
     asks = directions.device.type == "cpu"

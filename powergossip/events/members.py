@@ -28,8 +28,8 @@ def dead(view: View) -> frozenset[int]:
 class Members:
     """Weights of the edges between the workers that are alive, a function of the dead ones.
 
-    The weight of an exchange is that for the union of the views in its two messages, and therefore
-    the same at both ends.
+    The weight of an exchange follows from the union of the views in its two messages, and is
+    therefore the same at both ends.
 
     Args:
         topology: A static and undirected topology.

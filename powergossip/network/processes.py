@@ -232,7 +232,7 @@ class Processes:
     def check_present(self) -> None:
         """Raise Dropped if the others regard this process as lost and go on without it.
 
-        To be called before it writes where one of them may write in its place.
+        Call this before a write that another process may make in place of this one.
         """
 
     def gather(self, value: T) -> list[T]:

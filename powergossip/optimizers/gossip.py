@@ -64,11 +64,12 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
         x_i ← G(x)_i − η u(g_i)        g_i at the parameters before G
 
     With `learning`, a row of learning.LEARNING such as "gradient-tracking", a learning rule for
-    workers with different data takes the place of these equations. It is rejected over averaging
-    algorithms and topologies for which it is not right::
+    workers with different data takes the place of these equations::
 
         u_i = −η u(g_i)                the displacement by the step of the wrapped optimizer
         x ← …                          the equations of the rule, with u_i
+
+    Averaging algorithms and topologies that the rule does not support are rejected.
 
     - gradient-tracking, k-gt, exact-diffusion, diloco, gasloc and noloco work with any torch
       optimizer. K-GT and the last three send messages in every `local_steps`-th step, all other
@@ -298,11 +299,10 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
 
     @not_compiled
     def correct_(self) -> None:
-        """Add the learning rule's corrections to the gradients, before a clipping of one's own.
+        """Add the learning rule's corrections to the gradients, before your own clipping.
 
         Call it between the backward pass (with GradScaler, `unscale_`) and the clipping. `step`
-        leaves gradients that are corrected as they are. Gradients that are not finite are not
-        corrected.
+        does not correct them again. Gradients that are not finite are not corrected.
 
         Raises:
             ValueError: For a learning rule without gradient_correction, and for sparse gradients.

@@ -11,8 +11,8 @@ must see the same folder, unless `has_own_files`: then each has an index and its
         index.json                the checkpoints that are kept, and their parts
         step-000490/part-3.pt     the workers of process 3
 
-Two checkpoints are kept: the last one, and the best one, or if that is the last, the one before.
-A run goes on from the other one if the last one is damaged.
+Two checkpoints are kept: the last one and the best one. If the last one is also the best, the one
+before it is kept. If the last one is damaged, a run resumes from the other.
 
 The index is replaced atomically once all parts of a new checkpoint are on the disk. A process that
 is killed while it writes does not damage the previous checkpoints. Another one then replaces the

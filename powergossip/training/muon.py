@@ -210,8 +210,8 @@ def hidden_matrices(model: nn.Module) -> list[str]:
     """The names of the trained parameters that Muon updates.
 
     They are those that the model's own method `hidden_matrices()` returns. Without such a method
-    they are all tensors of two or more axes but for embeddings, or the first one where there is no
-    embedding, and for the last one. A tensor with two names counts at both places.
+    they are all tensors of two or more axes, except embeddings, the last such tensor and, in a
+    model without embeddings, the first one. A tensor with two names counts at both places.
 
     Raises:
         ValueError: For a name that is not a trained matrix's, and if the model has no matrix.

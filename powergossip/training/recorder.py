@@ -36,7 +36,7 @@ def write_facts(facts: Mapping[str, Any]) -> None:
 
 
 class Recorder:
-    """Writes the output folder of a run: on process 0, or if that is lost, on the next one left.
+    """Writes the output folder of a run: on process 0, or on the next survivor if that is lost.
 
     Args:
         run: The run that begins.

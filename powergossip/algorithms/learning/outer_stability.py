@@ -1,11 +1,11 @@
 """Diffusion rates γ up to which momentum of displacements by gossip is stable.
 
 The disagreement of the workers, (φ, memory of the momentum), after a round without noise is a
-linear function of that before. It is a polynomial of the mixing matrix W_γ = I − γ (I − W), and of
-the pull μ q: the outer rate, and the share q of the way to its own optimum that a worker goes in
-the round. It decays if the eigenvalues of the product over a period are inside the unit circle. On
-a static graph, they are the eigenvalues of 2 × 2 matrices, one for each eigenvalue of W. They are
-complex on a directed graph, where a smaller q may be less stable.
+linear function of the disagreement before it: a polynomial of the mixing matrix W_γ = I − γ (I − W)
+and of the pull μ q. μ is the outer rate, and q the fraction of the distance to its own optimum that
+a worker covers in the round. It decays if the eigenvalues of the product over a period are inside
+the unit circle. On a static graph, they are the eigenvalues of 2 × 2 matrices, one for each
+eigenvalue of W. They are complex on a directed graph, where a smaller q may be less stable.
 
 A recurrence is a function of (w, one, pull, *options), with w the mixing matrix and `one` the
 identity, or with numbers in their place. It returns the rows of the matrix of (φ, memory).

@@ -24,13 +24,14 @@ class _Tracking(GossipRule):
     """y_i ← G(y)_i + v_i − v_i', with v_i' the v_i of the step before. y and v start at 0.
 
     x and y travel in one message per neighbor, twice the size of D-PSGD's. Σ_i y_i, with the
-    messages about y that are not applied yet, is Σ_i v_i, so that late ones leave the optimum as it
-    is.
+    messages about y that are not applied yet, is Σ_i v_i, so that late messages do not change the
+    optimum.
 
-    With a worker, its y is lost. A worker that knows of a death or a join restarts with y_i ← v_i,
-    and applies exchanges of y only where both messages and the worker have one view. Both ends
-    skip the others: either their messages have different views, or an end that has applied them
-    restarts. Once all know the same, Σ_i y_i = Σ_i v_i again, without a common step of the restart.
+    The y of a lost worker is lost. A worker that learns of a death or a join restarts with y_i ←
+    v_i, and applies an exchange of y only if both messages and the worker have the same view. Both
+    ends skip all other exchanges: either their messages have different views, or an end that has
+    applied them restarts. Once all have the same view, Σ_i y_i = Σ_i v_i again. They need not
+    restart in the same step.
     """
 
     overlaps: ClassVar[frozenset[Kind]] = COPIES

@@ -20,7 +20,7 @@ Outgoing = list[tuple[int, int, Payload]]  # destination, phase, payload
 
 
 class Consensus:
-    """An all-gather on whose result all processes agree that do not end during it.
+    """An all-gather with the same result in all processes that survive it.
 
     1. Each process sends its value to all and waits for the values of all.
     2. Each sends the set of processes whose value it has, and waits for the sets of these. Its
@@ -93,8 +93,8 @@ class LiveProcesses(Processes):
     """The surviving processes, with the collective operations of `Processes`.
 
     All survivors make the same calls in the same order. A process that is lost during a call is
-    left out of the result, the same in all survivors. rank, size and members are those after the
-    last call. `broadcast` returns the value of the lowest survivor: all of them pass one.
+    left out of the result, the same in all survivors. rank, size and members are as after the last
+    call. `broadcast` returns the value of the lowest survivor: all of them pass one.
 
     Attributes:
         members: Indices of the processes, ascending. `rank` is the position of this process in it.

@@ -27,9 +27,9 @@ class Peers:
     A process that was regarded as lost but lives, such as one that was stopped, receives a notice.
     `advance` then raises Dropped.
 
-    Where the network splits, processes of other hosts are silent that go on. Of the two sides, the
-    one with more processes goes on, or with as many that with the lowest index. In the others,
-    `advance` raises Stopped.
+    If the network splits, each side regards the processes of the other one as silent. The side with
+    more processes goes on, or, if both have equally many, the side with the lowest index. On the
+    other side, `advance` raises Stopped.
 
     Args:
         identities: Identity of each process, by rank.
