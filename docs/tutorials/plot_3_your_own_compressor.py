@@ -10,10 +10,10 @@ compressors.
 # Ternary messages
 # ----------------
 #
-# The compressor sends the sign of each element that is above the mean in magnitude, and zero for
-# the others. A float has the mean magnitude of the elements above the mean. A compressor has three
-# methods: the fields of a message, their values, and the matrix at the receiver. A row in the
-# registry gives it a name.
+# The compressor sends the sign of each element whose magnitude is above the mean, zero for the
+# others, and one float: the mean magnitude of the former. A compressor has three methods: the
+# fields of a message, their values, and the matrix at the receiver. A row in the registry gives it
+# a name.
 
 import contextlib
 import io

@@ -73,9 +73,9 @@ def path(rule, steps=300):
 
 
 # %%
-# All workers begin at the same point. With D-PSGD, each moves towards its own optimum, a square,
+# All workers begin at the same point. With D-PSGD, each moves towards its own optimum (a square)
 # until its neighbors pull as much as its gradient. They come to rest apart, and their mean is not
-# the common optimum, the cross. Gradient tracking and exact diffusion correct each step, so that
+# the common optimum (the cross). Gradient tracking and exact diffusion correct each step, so that
 # all workers come to rest at the cross.
 
 figure, panels = plt.subplots(1, 3, figsize=(6.4, 3.1), sharex=True, sharey=True)
@@ -95,7 +95,7 @@ plt.show()
 # Digits sorted by label
 # ----------------------
 #
-# The same with a network of 26,122 parameters: each worker has images of one or two digits
+# Here a network has 26,122 parameters, and each worker has images of one or two digits
 # (`use_decentralized_data=true`). Its model forgets the other digits between two exchanges.
 
 SETTINGS = "n_workers=8 task_architecture=MLP optimizer=dpsgd learning_rate=0.05 num_epochs=20"

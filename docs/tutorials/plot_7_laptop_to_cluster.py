@@ -81,9 +81,8 @@ for name, launcher in LAUNCHERS.items():
 # -----------------
 #
 # Random numbers depend on the seed, the worker and the step, and not on processes. Only the
-# rounding of sums may differ, between numbers of threads, and it grows in training. Bits are
-# counted for workers, and are equal. A run with another seed gives the scale of a large difference
-# in this picture.
+# rounding of sums may differ, with the number of threads. The differences grow in training. Bits
+# are counted for workers, and are equal. A run with another seed shows a large difference.
 
 with contextlib.redirect_stdout(io.StringIO()):
     train.main([*SETTINGS.split(), "seed=2", "--output-dir", str(folder / "another seed")])
