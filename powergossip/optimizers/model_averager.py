@@ -52,14 +52,14 @@ class GossipModelAverager(ModelAverager):
     This is post-local SGD with an averaging algorithm G in place of the mean over all workers.
 
     All processes call `average_parameters` equally often, with the same parameters, which they
-    compare if they differ from the last step's. Its first step of gossip selects the parameters:
-    all that require a gradient. (torch's averager selects the parameters that have one.) Parameters
-    that are added to the optimizer later are averaged from then on, with their own state.
-    Parameters stay in their memory.
+    compare if they differ from the last step's. Its first step of gossip decides on the parameters:
+    all that require a gradient, where torch's averager takes those that have one. Parameters that
+    are added to the optimizer later are averaged from then on, with their own state. Parameters
+    stay in their memory.
 
     Workers start from their own values, as with torch's averager: give them equal ones, by the same
-    seed or by DDP. GradScaler skips steps in single processes, which does not work here: use
-    GossipOptimizer.
+    seed or by DDP. GradScaler skips steps in single processes, and so does not fit; GossipOptimizer
+    does.
 
     Cost on the wire: the messages of the averaging algorithm, once per period.
 
