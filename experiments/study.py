@@ -41,7 +41,7 @@ TUNING: Values = {
 }
 RELAY = "relay-sgd"
 MERGE = (
-    "MB with a merge are those of the mean model: where models differ, they include one all-reduce."
+    "MB with a merge include the merge into the mean model, one all-reduce, where models differ."
 )
 
 
