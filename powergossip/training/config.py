@@ -135,8 +135,6 @@ class RunKeys:
     on_worker_loss: str = "end"  # when a process has ended or is stopped: end the run, or continue
     #   without its workers, which needs mpirun --with-ft ulfm, or a ticket
     worker_timeout: float = 30.0  # seconds without a sign of life until a process counts as lost
-    record_order: bool = False  # write the order of late exchanges to order.jsonl, which a scenario
-    #   can replay
     scenario: Any = None  # speeds, delays, losses, deaths and joins of workers, for the virtual
     #   clock: a YAML file or a mapping. One process hosts all workers, and seconds in rows are
     #   virtual
