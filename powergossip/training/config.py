@@ -107,7 +107,7 @@ class RunKeys:
     #   watts-strogatz, random-regular, or the path of an edge list or adjacency file. Time-varying:
     #   one-peer-exponential, one-peer-equi, base-graph, random-matching, epidemic, round-robin
     topology_options: dict[str, Any] = field(default_factory=dict)  # such as {degree: 4}, and for
-    #   static undirected graphs {weights: metropolis}, constant or fastest
+    #   static undirected graphs {weights: metropolis} or constant
     overlapping: bool | None = None  # gossip while the gradient is computed, or after the update
     #   (false). By default true where the learning rule can, except for diloco, and for
     #   gradient-tracking, momentum-tracking and gt-nsgd over dpsgd and power-gossip
