@@ -1,7 +1,6 @@
 """Optimizers for your own training loop, one worker per process.
 
 - GossipOptimizer: gossip after the step of any torch optimizer.
-- GossipModelAverager: gossip as an averager of torch.distributed's PostLocalSGDOptimizer.
 - GossipState, gossip_hook: gossip as a communication hook of DistributedDataParallel.
 - PowerSGD, Config, optimizer_step: low-rank compressed gradients, with the other names of the
   published package: Aggregator, AllReduce, BasicPowerSGD, BasicConfig.
@@ -19,7 +18,6 @@ from powergossip.optimizers.dgc import DGC, DGCSGD
 from powergossip.optimizers.error_feedback import ErrorFeedback
 from powergossip.optimizers.gossip import GossipOptimizer
 from powergossip.optimizers.gradients import Aggregator, optimizer_step
-from powergossip.optimizers.model_averager import GossipModelAverager
 from powergossip.optimizers.power_sgd import AllReduce, BasicConfig, BasicPowerSGD, PowerSGD
 from powergossip.optimizers.sign_sgd import SignSGD
 
@@ -34,7 +32,6 @@ __all__ = [
     "DGCConfig",
     "ErrorFeedback",
     "ErrorFeedbackConfig",
-    "GossipModelAverager",
     "GossipOptimizer",
     "GossipState",
     "PowerSGD",

@@ -28,7 +28,6 @@ from powergossip.optimizers import (
     Config,
     DGCConfig,
     ErrorFeedback,
-    GossipModelAverager,
     GossipOptimizer,
     PowerSGD,
     SignSGD,
@@ -82,18 +81,6 @@ def gossip_loop(model: nn.Module, group: Any) -> tuple[torch.optim.Optimizer, Ca
     return optimizer, step
 
 
-def averager_loop(model: nn.Module, group: Any) -> tuple[torch.optim.Optimizer, Callable[[], None]]:
-    optimizer = OPTIMIZERS["momentum"](model)
-    averager = GossipModelAverager("power-gossip", process_group=group)
-
-    def step() -> None:
-        optimizer.step()
-        averager.average_parameters(optimizer.param_groups)
-        optimizer.zero_grad()
-
-    return optimizer, step
-
-
 def gradient_loop(make: Callable[[nn.Module, Any], Any]) -> Loop:
     def loop(model: nn.Module, group: Any) -> tuple[torch.optim.Optimizer, Callable[[], None]]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -105,7 +92,6 @@ def gradient_loop(make: Callable[[nn.Module, Any], Any]) -> Loop:
 
 LOOPS: dict[str, Loop] = {
     "gossip": gossip_loop,
-    "averager": averager_loop,
     "powersgd": gradient_loop(lambda m, g: PowerSGD(m.parameters(), AT_ONCE, process_group=g)),
     "all-reduce": gradient_loop(lambda m, g: AllReduce(process_group=g)),
     "dgc": gradient_loop(
@@ -173,9 +159,7 @@ def test_a_compiled_training_step_is_the_same(name: str) -> None:
 
 
 @pytest.mark.parallel([2])
-@pytest.mark.parametrize(
-    "name", ["gossip", "averager", "powersgd", "overlapping", "learning", "hook"]
-)
+@pytest.mark.parametrize("name", ["gossip", "powersgd", "overlapping", "learning", "hook"])
 def test_a_loop_that_is_over_is_freed(name: str) -> None:
     """A program can train one model after the other: nothing refers to their parameters."""
     group = MPI.COMM_WORLD.Dup()  # whose first optimizer has the barrier at exit
@@ -346,7 +330,7 @@ def test_a_step_that_overflows_in_one_process_is_left_out_in_all(name: str) -> N
 
 
 @pytest.mark.parallel([2])
-@pytest.mark.parametrize("name", ["powersgd", "gossip", "averager"])
+@pytest.mark.parametrize("name", ["powersgd", "gossip"])
 def test_a_state_is_that_of_a_worker_among_as_many(name: str) -> None:
     """It is no other worker's, as in a file that process 0 alone has written."""
     who = processes()
@@ -355,10 +339,6 @@ def test_a_state_is_that_of_a_worker_among_as_many(name: str) -> None:
         model = mlp()
         if name == "gossip":
             return gossip_of(model, group)
-        if name == "averager":
-            averager = GossipModelAverager("power-gossip", process_group=group)
-            averager.average_parameters(model.parameters())
-            return averager
         return RESUMED[name][0](model, group)
 
     own = made()
