@@ -2,8 +2,7 @@
 
 - GossipOptimizer: gossip after the step of any torch optimizer.
 - GossipState, gossip_hook: gossip as a communication hook of DistributedDataParallel.
-- PowerSGD, Config, optimizer_step: low-rank compressed gradients, with the other names of the
-  published package: Aggregator, AllReduce, BasicPowerSGD, BasicConfig.
+- PowerSGD, Config, Aggregator, optimizer_step: low-rank compressed gradients.
 - DGC, DGCConfig, DGCSGD: sparse gradients with momentum, see optimizers.dgc.
 - ErrorFeedback, ErrorFeedbackConfig: any compressor, see optimizers.error_feedback.
 - SignSGD, SignSGDConfig: majority vote on signs, see optimizers.sign_sgd.
@@ -18,16 +17,13 @@ from powergossip.optimizers.dgc import DGC, DGCSGD
 from powergossip.optimizers.error_feedback import ErrorFeedback
 from powergossip.optimizers.gossip import GossipOptimizer
 from powergossip.optimizers.gradients import Aggregator, optimizer_step
-from powergossip.optimizers.power_sgd import AllReduce, BasicConfig, BasicPowerSGD, PowerSGD
+from powergossip.optimizers.power_sgd import PowerSGD
 from powergossip.optimizers.sign_sgd import SignSGD
 
 __all__ = [
     "DGC",
     "DGCSGD",
     "Aggregator",
-    "AllReduce",
-    "BasicConfig",
-    "BasicPowerSGD",
     "Config",
     "DGCConfig",
     "ErrorFeedback",

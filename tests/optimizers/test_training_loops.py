@@ -24,7 +24,6 @@ from powergossip.optimizers import (
     DGC,
     DGCSGD,
     Aggregator,
-    AllReduce,
     Config,
     DGCConfig,
     ErrorFeedback,
@@ -93,7 +92,6 @@ def gradient_loop(make: Callable[[nn.Module, Any], Any]) -> Loop:
 LOOPS: dict[str, Loop] = {
     "gossip": gossip_loop,
     "powersgd": gradient_loop(lambda m, g: PowerSGD(m.parameters(), AT_ONCE, process_group=g)),
-    "all-reduce": gradient_loop(lambda m, g: AllReduce(process_group=g)),
     "dgc": gradient_loop(
         lambda m, g: DGC(m.parameters(), DGCConfig(compress_ratio=0.3), process_group=g)
     ),
@@ -281,8 +279,7 @@ def scaled_loop(
     group: Any = None,
 ) -> Tensor:
     """The parameters after a loop with a GradScaler. The loss of process 1 overflows in step -1."""
-    unlisted = AllReduce(process_group=group) if name == "all-reduce" else Whole()
-    make, momentum = RESUMED.get(name, (lambda m, g: unlisted, 0.9))
+    make, momentum = RESUMED.get(name, (lambda m, g: Whole(), 0.9))
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
     aggregator = make(model, group)
@@ -315,7 +312,7 @@ def test_gradients_may_be_scaled_clipped_and_cleared(name: str, clip: float | No
 
 
 @pytest.mark.parallel([2])
-@pytest.mark.parametrize("name", [*RESUMED, "all-reduce"])
+@pytest.mark.parametrize("name", [*RESUMED, "of a user"])
 def test_a_step_that_overflows_in_one_process_is_left_out_in_all(name: str) -> None:
     """Parameters, errors and momentum are those of the loop without it. All are those of a group:
     process 0 alone takes the step."""
@@ -360,7 +357,6 @@ def test_arguments_of_gradient_aggregations_are_checked() -> None:
     for make in (
         lambda: PowerSGD(mlp().parameters(), AT_ONCE, network, process_group=ALONE),
         lambda: DGC(mlp().parameters(), None, network, process_group=ALONE),
-        lambda: AllReduce(network, process_group=ALONE),
     ):
         with pytest.raises(ValueError, match="process_group"):
             make()
