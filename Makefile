@@ -82,7 +82,7 @@ test-scripts: setup ## the tests of experiments, benchmarks, documents, images a
 
 test-all: PROCESSES += 3 8
 test-all: GLOO += 4
-test-all: of_torch_distributed += dgc error_feedback gossip_hook model_averager powersgd sign_sgd \
+test-all: of_torch_distributed += dgc error_feedback gossip_hook powersgd sign_sgd \
 	training_loops
 test-all: chosen :=
 test-all: setup trackers trainers release ## all tests, also every case of the long tables: before a release

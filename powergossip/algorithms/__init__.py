@@ -47,7 +47,6 @@ from powergossip.algorithms.rates import choco_rate
 from powergossip.algorithms.registry import (
     AVERAGING,
     CONSENSUS_ONLY,
-    AveragingOptions,
     default_rate,
     defaults,
     make,
@@ -59,7 +58,6 @@ __all__ = [
     "CONSENSUS_ONLY",
     "DPSGD",
     "Averaging",
-    "AveragingOptions",
     "ChebyshevGossip",
     "ChocoGossip",
     "Correction",

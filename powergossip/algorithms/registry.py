@@ -22,7 +22,6 @@ from powergossip.algorithms.power_gossip import PowerGossip
 from powergossip.algorithms.push_sum import PushSum
 from powergossip.algorithms.quantized_mean import QuantizedMean
 from powergossip.compressors import Codec, matrices
-from powergossip.deprecated import Options as AveragingOptions
 from powergossip.network import Network
 from powergossip.parameters import Layout
 from powergossip.topologies import Topology
@@ -234,14 +233,7 @@ def warn_of_rate(
         rates.warn_of_compressed(name, network, rate, by_default, limit)
 
 
-def make(
-    name: str,
-    network: Network,
-    layout: Layout,
-    options: AveragingOptions | None = None,
-    /,
-    **given: Any,
-) -> Averaging:
+def make(name: str, network: Network, layout: Layout, /, **given: Any) -> Averaging:
     """Build the averaging algorithm of that name with the options `given`.
 
     Raises:
@@ -249,9 +241,7 @@ def make(
             a directed graph on which it would be biased.
     """
     row = _options.find(AVERAGING | CONSENSUS_ONLY, "algorithm", name)
-    given = given if options is None else options.given
     known = _options.parameters(row, given, compressor=compressors.COMPRESSORS)
-    given = given if options is None else options.own(known)
     return build(name, network, layout, checked_options(name, given, known))
 
 

@@ -90,7 +90,6 @@ def check(task: BenchmarkTask, tier: str, setting: Values) -> None:
         topology = measuring.graph(own, 1)
         if task.is_consensus:
             options.find(algorithms.AVERAGING, "averaging rule", own["optimizer"])
-            trials.try_compressor(_options(own))
             trials.try_averaging(own["optimizer"], topology, partial(_averaging, own))
         else:
             keys = {**values, **registered(setting), **HELD_OUT}

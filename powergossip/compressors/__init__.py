@@ -77,7 +77,6 @@ from powergossip.compressors.quantized import (
     SignAndNorm,
 )
 from powergossip.compressors.sparse import RandomBlock, RandomK, TopK
-from powergossip.deprecated import Options as CompressorOptions
 
 __all__ = [
     "BLOCK",
@@ -89,7 +88,6 @@ __all__ = [
     "ChunkTopK",
     "Codec",
     "Compressor",
-    "CompressorOptions",
     "Field",
     "Identity",
     "Levels",
@@ -124,7 +122,7 @@ COMPRESSORS: dict[str, _options.Builder] = {
 }
 
 
-def make(name: str, options: CompressorOptions | None = None, /, **given: Any) -> Compressor:
+def make(name: str, /, **given: Any) -> Compressor:
     """Build the compressor of that name with the options `given`.
 
     Raises:
@@ -133,7 +131,6 @@ def make(name: str, options: CompressorOptions | None = None, /, **given: Any) -
     """
     row = _options.find(COMPRESSORS, "compressor", name)
     known = _options.parameters(row)
-    given = given if options is None else options.own(known)
     built: Compressor = row(**_options.check(name, given, known))
     for method in ("fields", "compress", "decompress"):
         if not callable(getattr(built, method, None)):

@@ -27,7 +27,7 @@ class Config:
     data_dir: str | None = None  # folder of the faces (null: scikit-learn's own folder)
     topology: str = "ring"  # a name, or the path of an edge list or adjacency file
     topology_options: dict[str, Any] = field(default_factory=dict)  # such as {degree: 4}, and for
-    #   static undirected graphs {weights: metropolis}, constant or fastest
+    #   static undirected graphs {weights: metropolis} or constant
 
     # Algorithms
     algorithm: Any = "power_gossip"  # a name of gossip_run.ALGORITHMS, a list of names, all, or

@@ -111,7 +111,6 @@ class Sweep:
                     make(network, Layout([(2, 2)]))
             except ValueError as error:
                 raise ValueError(f"algorithm={name}: {error}") from error
-            trials.try_compressor(method.options)
             if trials.are_needed(method.averaging, method.options):
                 trials.try_averaging(f"algorithm={name}", self.topology, make)
 

@@ -12,6 +12,4 @@ with one neighbor at a time, each at its own time::
     deadline.py       how long a worker waits for a neighbor
     packing.py        messages between processes as bytes
     joining.py        common parts of the drivers
-    event_log.py      the order of events as a file
-    replay.py         the driver that repeats such an order
 """

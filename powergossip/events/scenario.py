@@ -14,8 +14,6 @@ A scenario is a file in YAML. All keys are optional::
     stops: [{worker: 5, at: 7.0, seconds: 10.0}]
     joins: [{worker: 3, at: 40.0}]     # a replacement, or a worker that is not there at the start
 
-    replay: order.jsonl                # alone: the events of another run, see event_log.py
-
 With `ends: one`, each of the two messages of an exchange is late or lost by itself. With `ends:
 both`, the two are late or lost together. The fraction of all messages is the same with both. Where
 a part is lost, its receiver skips the exchange.
@@ -103,7 +101,6 @@ class Scenario:
     detection: float = 0.0
     stops: Sequence[Happening] = ()
     joins: Sequence[Happening] = ()
-    replay: str | None = None
 
     @property
     def elastic(self) -> bool:
@@ -227,9 +224,6 @@ def read(values: Mapping[str, Any], n_workers: int, seed: int) -> Scenario:
     known = [name for name in Scenario.__dataclass_fields__ if name not in ("n_workers", "seed")]
     _check_keys("scenario", values, known)
     given = dict(values)
-    if given.get("replay") is not None:
-        checks.check("scenario.replay", given["replay"], len(given) == 1, "it alone")
-        return Scenario(n_workers=n_workers, seed=seed, replay=str(given["replay"]))
     for key in ("seconds_per_step", "link_rate"):
         if given.get(key) is not None:
             checks.positive(f"scenario.{key}", given[key])

@@ -8,11 +8,11 @@ import heapq
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from powergossip.events.event_log import Entry
-from powergossip.events.joining import Compute, Make, VirtualTime
-from powergossip.events.members import raised
+from powergossip.events.joining import Clock, Compute, Make, sources
+from powergossip.events.members import View, raised, union
 from powergossip.events.scenario import Scenario
 from powergossip.events.worker import Action, Message, Worker, packed, unpacked
 from powergossip.network.counter import Counter
@@ -21,17 +21,18 @@ from powergossip.network.counter import Counter
 _KINDS = ("die", "join", "stop", "notice", "arrive", "resume")
 
 
-class VirtualClock(VirtualTime):
+class VirtualClock(Clock):
     """Runs the lives of workers through a scenario.
 
     Args:
+        models: Memory of the workers' models, tensors [worker, ...]: x, buffers.
         make: Function that makes the workers at the start, and replacements.
         compute: Function called when the time of a gradient is over, with x as it was when it
             began.
-        record: True if `order` records the events.
         counter: Counter of the bits and messages of each worker.
 
     Attributes:
+        now: Virtual seconds since the start.
         workers: The workers alive, by index.
     """
 
@@ -41,13 +42,13 @@ class VirtualClock(VirtualTime):
         models: Sequence[Tensor],
         make: Make,
         compute: Compute,
-        record: bool = False,
         counter: Counter | None = None,
     ):
-        super().__init__(scenario.absent, models, make, compute, counter)
-        self.scenario, self.record = scenario, record
-        if record and scenario.elastic:
-            self.order.append(Entry(0.0, "views", -1, -1, self._bits_of_view()))
+        n = len(models[0])
+        super().__init__(make, compute, counter or Counter(n))
+        self.scenario, self._models = scenario, models
+        self._versions: View = tuple(int(i in scenario.absent) for i in range(n))
+        self.now = 0.0
         self._heap: list[tuple[float, int, int, list[Any]]] = []
         self._planned = 0
         self._resuming: set[int] = set()  # workers that wait and have a resumption planned
@@ -62,14 +63,16 @@ class VirtualClock(VirtualTime):
             if index not in scenario.absent:
                 self._start(make(index, self._versions, 0))
 
+    @property
+    def progress(self) -> float:
+        """The mean number of steps of the workers alive."""
+        workers = self.workers.values()
+        return sum(worker.steps for worker in workers) / len(workers)
+
     def run(self, steps: float) -> None:
         """Process events until `progress` is that number of steps or more."""
         while self.progress < steps:
             self.advance()
-
-    def end_epoch(self, epoch: int) -> None:
-        """Record the end of an epoch in `order`."""
-        self._write("epoch", -1, epoch)
 
     def run_until(self, seconds: float) -> None:
         """Process all events up to this time."""
@@ -129,7 +132,6 @@ class VirtualClock(VirtualTime):
 
     def _send(self, worker: Worker) -> None:
         i, scenario = worker.index, self.scenario
-        self._write_order(worker)
         for j, message in worker.take_outbox():
             assert message.part is not None
             of_view = self._bits_of_view() if scenario.elastic else 0
@@ -146,9 +148,7 @@ class VirtualClock(VirtualTime):
 
     def _arrive(self, i: int, j: int, message: Message) -> None:
         if j in self._lives:
-            worker = self._lives[j].worker
-            worker.receive(i, message)
-            self._write_order(worker)
+            self._lives[j].worker.receive(i, message)
             self._wake(j)
         elif self._versions[j] % 2:
             self._plan_notice(i, j)
@@ -169,7 +169,6 @@ class VirtualClock(VirtualTime):
         self._resuming.discard(index)
         self._stopped.pop(index, None)
         self._versions = raised(self._versions, index)
-        self._write("die", index)
         for j in neighbors:
             self._plan_notice(j, index)
 
@@ -180,27 +179,27 @@ class VirtualClock(VirtualTime):
 
     def _notice(self, index: int, view: list[int]) -> None:
         if index in self._lives:
-            worker = self._lives[index].worker
-            worker.learn(tuple(view))
-            self._write_order(worker)
+            self._lives[index].worker.learn(tuple(view))
             self._wake(index)
 
     def _join(self, index: int) -> None:
-        """A worker begins with the mean of its neighbors' models, and of their steps."""
-        joined, sources = self._joined(index)
-        self._write("join", index, joined.steps)
-        for j in sources:
-            self._notice(j, list(joined.view))
+        """A worker begins with the mean of its neighbors' models, and of their steps.
+
+        Where no neighbor is alive, all workers are in the mean. Their messages are counted.
+        """
+        view = self._versions = raised(self._versions, index)
+        workers = self.workers
+        for worker in workers.values():
+            view = union(view, worker.view)
+        of = sources(self._make(index, view, 0).edges, sorted(workers))
+        for rows in self._models:
+            rows[index] = torch.stack([rows[j] for j in of]).mean(0)
+        for j in of:
+            self.counter.add(j, 8 * sum(rows[j].nbytes for rows in self._models))
+        joined = self._make(index, view, sum(workers[j].steps for j in of) // len(of))
+        for j in of:
+            self._notice(j, list(view))
         self._start(joined)
-
-    def _write_order(self, worker: Worker) -> None:
-        if self.record:
-            self.order += [Entry(self.now, kind, worker.index, j, k) for kind, j, k in worker.log]
-        worker.log.clear()
-
-    def _write(self, kind: str, index: int, counter: int = -1) -> None:
-        if self.record:
-            self.order.append(Entry(self.now, kind, index, -1, counter))
 
     # --- State ---
 

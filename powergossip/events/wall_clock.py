@@ -11,16 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import reduce
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from powergossip.events import event_log
 from powergossip.events.deadline import Deadline
-from powergossip.events.event_log import Entry
 from powergossip.events.joining import Clock, Compute, Make, sources
 from powergossip.events.members import View, raised, union
 from powergossip.events.packing import bits_of_view, packed, unpacked
@@ -62,8 +59,6 @@ class WallClock(Clock):
     Attributes:
         now: Seconds since the start.
         workers: Workers of this process, by index.
-        order_file: File to which the events of these workers are written, or None. Set before
-            `run`.
         of_run: Function that returns what a process that comes back must know of the run.
     """
 
@@ -84,7 +79,6 @@ class WallClock(Clock):
         self._models = models
         self.of_run: Callable[[], Any] = lambda: None
         self._rows = {worker: row for row, worker in enumerate(links.workers)}
-        self.order_file: Path | None = None
         self._started = time.monotonic()
         self._versions: View = (0,) * len(links.homes)
         self._pending: dict[tuple[int, int], _Pending] = {}
@@ -179,7 +173,6 @@ class WallClock(Clock):
         self._versions = union(self._versions, versions)
         for lives in self._lives.values():
             lives.worker.learn(self._versions)
-            self._write_order(lives.worker)
         self._pending = {edge: of for edge, of in self._pending.items() if edge[1] not in back}
         for process in processes:
             self._progress.pop(process, None)
@@ -220,12 +213,6 @@ class WallClock(Clock):
             self._new.append(self._make(index, self._versions, taken))
         self._begin_new()
         return next(iter(found.values()))[-1]
-
-    def end_epoch(self, epoch: int) -> None:
-        """Write the end of an epoch to `order_file`. All processes call it, after `run`."""
-        if self.order_file is not None:
-            marks = [Entry(self.now, "epoch", index, -1, epoch) for index in self.alive]
-            event_log.write(self.order_file, marks)
 
     # --- Turns ---
 
@@ -281,15 +268,12 @@ class WallClock(Clock):
     def _send(self, worker: Worker) -> None:
         """Send the worker's messages."""
         i, now = worker.index, time.monotonic()
-        for kind, j, k in worker.log:
-            if kind == "start":
-                pending = self._pending_of(i, j)
-                pending.since = now
-                if k in worker.edges[j].inbox:
-                    pending.deadline.record(0.0)
-        self._write_order(worker)  # a message that was sent is in the file, whatever happens then
         for j, message in worker.take_outbox():
             assert message.part is not None
+            pending = self._pending_of(i, j)
+            pending.since = now
+            if message.k in worker.edges[j].inbox:
+                pending.deadline.record(0.0)
             payload = packed(message, self.survives)
             of_view = bits_of_view(message.view) if self.survives else 0
             self.counter.add(self._rows[i], 8 * message.part.nbytes + of_view)
@@ -315,7 +299,6 @@ class WallClock(Clock):
                 self._versions = raised(self._versions, worker_index)
         for lives in self._lives.values():
             lives.worker.learn(self._versions)
-            self._write_order(lives.worker)
         for process, note in self.links.notes():
             if len(note) != 16:
                 self.links.reject(process, f"a note of {len(note)} bytes")
@@ -368,14 +351,6 @@ class WallClock(Clock):
             for j in worker.waiting_for():
                 if now > self._due(worker.index, j):
                     worker.late.add(j)
-
-    # --- Order of events ---
-
-    def _write_order(self, worker: Worker) -> None:
-        if self.order_file is not None and worker.log:
-            entries = [Entry(self.now, kind, worker.index, j, k) for kind, j, k in worker.log]
-            event_log.write(self.order_file, entries)
-        worker.log.clear()
 
     # --- State ---
 

@@ -115,7 +115,6 @@ class Worker:
     Attributes:
         edges: Neighbor j → edge, including edges of weight 0 in the view.
         late: Neighbors with a pending exchange that the worker does not wait for. Drivers set it.
-        log: (kind, j, k) of all events that changed the state since the driver last cleared it.
     """
 
     def __init__(
@@ -134,7 +133,6 @@ class Worker:
         self.edges: dict[int, Edge] = {}
         self.late: set[int] = set()
         self.steps, self.round, self.phase = steps, 0, "begin"
-        self.log: list[tuple[str, int, int]] = []
         self._outbox: list[tuple[int, Message]] = []
         self._open()
 
@@ -166,14 +164,12 @@ class Worker:
 
     def begin(self) -> None:
         """Begin a step."""
-        self._note("begin")
         self.rule.begin()
         if self.rule.overlapping and self.rule.exchanging:
             self._start_all()
 
     def compute(self) -> None:
         """Continue the step after its gradient is computed."""
-        self._note("gradient")
         self.rule.clip()
         if not self.rule.overlapping:
             self.rule.move()
@@ -182,7 +178,6 @@ class Worker:
 
     def finish(self) -> None:
         """End a step."""
-        self._note("finish")
         if self.rule.overlapping:
             self.rule.move()
         self.rule.settle()
@@ -215,7 +210,6 @@ class Worker:
         part = edge.end.part(self.rule.variables()[0], edge.k)
         edge.own, edge.started = Message(edge.k, edge.incarnation, self.view, part), self.steps
         self._outbox.append((j, edge.own))
-        self._note("start", j, edge.k)
 
     def apply(self, j: int) -> None:
         """x_i ← x_i + u_ij of the pending exchange with j, or skip it without a part that fits."""
@@ -224,7 +218,6 @@ class Worker:
         assert edge.own.part is not None
         received = edge.inbox.pop(edge.k)
         fits = received.part is not None and received.part.shape == edge.own.part.shape
-        self._note("apply" if fits else "skip", j, edge.k)
         if fits and received.part is not None:
             view = union(edge.own.view, received.view)
             weight = self._members.weight(self.index, j, view)
@@ -259,7 +252,6 @@ class Worker:
         if merged == self.view:
             return
         for j in [j for j, version in enumerate(merged) if version != self.view[j]]:
-            self._note("learn", j, merged[j])
             if j in self.edges:
                 del self.edges[j]
                 self.late.discard(j)
@@ -280,9 +272,6 @@ class Worker:
             self.index, j, self.rule.variables()[0], None if first else incarnation
         )
         return Edge(end, incarnation, begins_later=not first)
-
-    def _note(self, kind: str, j: int = -1, k: int = -1) -> None:
-        self.log.append((kind, j, k))
 
     # --- State ---
 

@@ -1,10 +1,8 @@
 """Optimizers for your own training loop, one worker per process.
 
 - GossipOptimizer: gossip after the step of any torch optimizer.
-- GossipModelAverager: gossip as an averager of torch.distributed's PostLocalSGDOptimizer.
 - GossipState, gossip_hook: gossip as a communication hook of DistributedDataParallel.
-- PowerSGD, Config, optimizer_step: low-rank compressed gradients, with the other names of the
-  published package: Aggregator, AllReduce, BasicPowerSGD, BasicConfig.
+- PowerSGD, Config, Aggregator, optimizer_step: low-rank compressed gradients.
 - DGC, DGCConfig, DGCSGD: sparse gradients with momentum, see optimizers.dgc.
 - ErrorFeedback, ErrorFeedbackConfig: any compressor, see optimizers.error_feedback.
 - SignSGD, SignSGDConfig: majority vote on signs, see optimizers.sign_sgd.
@@ -19,22 +17,17 @@ from powergossip.optimizers.dgc import DGC, DGCSGD
 from powergossip.optimizers.error_feedback import ErrorFeedback
 from powergossip.optimizers.gossip import GossipOptimizer
 from powergossip.optimizers.gradients import Aggregator, optimizer_step
-from powergossip.optimizers.model_averager import GossipModelAverager
-from powergossip.optimizers.power_sgd import AllReduce, BasicConfig, BasicPowerSGD, PowerSGD
+from powergossip.optimizers.power_sgd import PowerSGD
 from powergossip.optimizers.sign_sgd import SignSGD
 
 __all__ = [
     "DGC",
     "DGCSGD",
     "Aggregator",
-    "AllReduce",
-    "BasicConfig",
-    "BasicPowerSGD",
     "Config",
     "DGCConfig",
     "ErrorFeedback",
     "ErrorFeedbackConfig",
-    "GossipModelAverager",
     "GossipOptimizer",
     "GossipState",
     "PowerSGD",

@@ -39,7 +39,6 @@ from powergossip.optimizers.sharded_parameters import (
     Sharding,
     check_sharding_options,
     initial_state,
-    memory,
     replicas,
 )
 
@@ -173,7 +172,6 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
         self.wrapped, self._of_all = optimizer, process_group is None
         local_steps = checks.plain(local_steps)
         self._local_steps, self._overlapping, self._steps = local_steps, overlapping, 0
-        self._corrected = False
 
         with who.agreed():
             check_wrappable(optimizer, local_steps)
@@ -233,16 +231,7 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
         return found
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients, as the wrapped optimizer does.
-
-        Raises:
-            RuntimeError: Between `correct_` and `step`, which would not correct new gradients.
-        """
-        if self._corrected:
-            raise RuntimeError(
-                "zero_grad() between correct_() and step() would lose the corrections; call it "
-                "after step()"
-            )
+        """Clear the gradients, as the wrapped optimizer does."""
         self.wrapped.zero_grad(set_to_none)
 
     def __repr__(self) -> str:
@@ -282,11 +271,8 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
         self._averaged.check()
         for part in self._averaged.active:
             part.local.check()
-        try:
-            loss = self._local_step(closure)
-            self._averaged.move()
-        finally:
-            self._corrected = False
+        loss = self._local_step(closure)
+        self._averaged.move()
         self._steps += 1
         return loss
 
@@ -296,33 +282,6 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
         if any(group.get("lr") for group in self.param_groups):
             return False
         return any(frame.f_code.co_name == "_init_optim_state" for frame, _ in walk_stack(None))
-
-    @not_compiled
-    def correct_(self) -> None:
-        """Add the learning rule's corrections to the gradients, before your own clipping.
-
-        Call it between the backward pass (with GradScaler, `unscale_`) and the clipping. `step`
-        does not correct them again. Gradients that are not finite are not corrected.
-
-        Raises:
-            ValueError: For a learning rule without gradient_correction, and for sparse gradients.
-        """
-        if not self._learning.corrects:
-            raise ValueError(
-                f"correct_() with {self._learning!r}: use learning_options="
-                "{'gradient_correction': True} with learning=diloco, gasloc or noloco"
-            )
-        if self._corrected:
-            raise RuntimeError("correct_() twice in a step; call it once, before the clipping")
-        self._check_between_steps("correct_()")
-        gradients = self._dense_gradients()
-        finite = all(bool(memory(gradient).isfinite().all()) for gradient in gradients)
-        if not self._in_all_shards(finite):
-            return
-        self._take_gradients()
-        self._mix_before_update()
-        self._direct()
-        self._corrected = True
 
     def _start(self) -> None:
         """Send the first messages of this step, if it has begun no earlier."""
@@ -358,13 +317,11 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
         if grad_scale is not None and gradients:
             # The reciprocal in double precision, as GradScaler.unscale_ does.
             torch._foreach_mul_(gradients, grad_scale.double().reciprocal().float())
-        if not self._corrected:
-            self._take_gradients()
+        self._take_gradients()
         self._mix_before_update()
         if found_inf is not None and not self._in_all_shards(not found_inf.item()):
             return None
-        if not self._corrected:
-            self._direct()
+        self._direct()
         return self._update()
 
     def _in_all_shards(self, holds: bool) -> bool:
@@ -435,10 +392,10 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
                 parameter.register_post_accumulate_grad_hook(on_gradient)
 
     def _check_between_steps(self, call: str) -> None:
-        if self._averaged.in_flight or self._corrected:
+        if self._averaged.in_flight:
             raise RuntimeError(
-                f"{call} between a backward pass and its step(), while messages are in flight or "
-                "gradients are corrected; call it after step(), and freeze the parameters by "
+                f"{call} between a backward pass and its step(), while messages are in "
+                "flight; call it after step(), and freeze the parameters by "
                 "requires_grad_(False) during backward passes of other losses"
             )
 

@@ -1,5 +1,5 @@
 """The parameters of a training loop and the gossip that averages them: the common part of
-GossipOptimizer, GossipModelAverager and GossipState.
+GossipOptimizer and GossipState.
 
 Axes: worker (always 1: this process's worker), D elements of a part.
 """
@@ -110,17 +110,15 @@ class Averaged(Traffic):
         """Bits that this process has sent to the other shards of its replica, beside FSDP2's."""
         return 0 if self.sharding is None else self.sharding.shards.bits
 
-    def add(
-        self, parameters: Sequence[Tensor], first: int = 0, steps: int = 0, *, move: bool = True
-    ) -> None:
+    def add(self, parameters: Sequence[Tensor], first: int = 0, steps: int = 0) -> None:
         """Add parameters. Collective.
+
+        All workers get the values of process 0, also of frozen parameters. Parameters that are not
+        in half precision are moved into the memory of x.
 
         Args:
             first: Index of the first of them in the optimizer.
             steps: Number of steps taken by now.
-            move: Give all workers the values of process 0, also of frozen parameters, and move
-                those that are not in half precision into the memory of x. Otherwise, parameters
-                stay as they are, and frozen ones are skipped.
 
         Raises:
             ValueError: In all processes. Nothing is changed then.
@@ -141,27 +139,25 @@ class Averaged(Traffic):
                 )
                 self.method.warn_of_rate(self.network, part.layout)
             parts.append(part)
-        if move:
-            of_process_0 = [p for p in parameters if is_frozen(p)]
-            self.frozen.extend(of_process_0)
-            for parameter in of_process_0:  # one by one, since together they may be large
-                self.processes.broadcast_tensors([memory(parameter)])
-            own = set(trained if self.sharding is None else [])
-            self._places += [
-                (weakref.ref(module), name, parameter)
-                for module in warn_of_buffers(self.processes, parameters)
-                for name, parameter in module._parameters.items()
-                if parameter in own
-            ]
+        of_process_0 = [p for p in parameters if is_frozen(p)]
+        self.frozen.extend(of_process_0)
+        for parameter in of_process_0:  # one by one, since together they may be large
+            self.processes.broadcast_tensors([memory(parameter)])
+        own = set(trained if self.sharding is None else [])
+        self._places += [
+            (weakref.ref(module), name, parameter)
+            for module in warn_of_buffers(self.processes, parameters)
+            for name, parameter in module._parameters.items()
+            if parameter in own
+        ]
         if self.sharding is not None:
             reshard_modules()
         if self._works:
             for part in parts:
-                if move:
-                    if self.processes.rank > 0 and self.sharding is None:
-                        part.before = [p.detach().to("cpu", copy=True) for p in part.parameters]
-                    self.processes.broadcast_tensors([*map(memory, part.parameters)])
-                part.allocate(move)
+                if self.processes.rank > 0 and self.sharding is None:
+                    part.before = [p.detach().to("cpu", copy=True) for p in part.parameters]
+                self.processes.broadcast_tensors([*map(memory, part.parameters)])
+                part.allocate()
         self.parts += parts
         if any(part.before for part in self.parts):
             self._start = _checksum(self.parts)
@@ -261,12 +257,6 @@ class Averaged(Traffic):
             _in_flight.discard(self)
             for part in self.active:
                 part.store()
-
-    def run(self) -> None:
-        """A step without a local update: x ← G(x)"""
-        self.start()
-        self.finish()
-        self.move()
 
     def before_update(self) -> None:
         """Announce the local update of the parameters. Without a step, it is one without gossip."""
@@ -439,7 +429,7 @@ def _check_state(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         check_shapes(shapes, expected)
 
 
-_STATE_KEYS = ("steps", "averaging", "network", "checksum", "added")  # not facts
+_STATE_KEYS = ("steps", "averaging", "network", "checksum")  # not facts
 
 
 def trainable_of(

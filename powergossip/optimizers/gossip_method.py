@@ -94,7 +94,6 @@ class GossipMethod(Method):
         options, name = self.topology_options, self.averaging
         make = partial(topologies.make, self.topology, seed=self.seed, options=options)
         tried = topology = make(processes.size)
-        trials.try_compressor(self.options)
         if trials.are_needed(name, self.options):
             with suppress(ValueError):  # a graph of one worker only
                 tried = make(max(2, processes.size))

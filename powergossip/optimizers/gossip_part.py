@@ -72,15 +72,11 @@ class Part:
         self._old_x, self._u = torch.empty_like(x), torch.zeros_like(x)
         self._directed = self._updated = False  # in this step
 
-    def allocate(self, move: bool) -> None:
-        """Give x its values. `move`: parameters are moved into its memory, if they have its dtype,
-        are whole in this process, and are aligned."""
+    def allocate(self) -> None:
+        """Give x its values. Parameters are moved into its memory, if they have its dtype, are
+        whole in this process, and are aligned."""
         self.load()
-        if (
-            move
-            and type(self.parameters[0].data) is Tensor
-            and self.parameters[0].dtype == self.x.dtype
-        ):
+        if type(self.parameters[0].data) is Tensor and self.parameters[0].dtype == self.x.dtype:
             both, self._copied = self._copied, []
             for parameter, view in both:
                 if is_misaligned(view):

@@ -27,7 +27,7 @@ from powergossip.optimizers.checks import (
 from powergossip.optimizers.dgc_sgd import check_momentum
 from powergossip.optimizers.precision import message_dtype_of, working_dtype
 from powergossip.optimizers.sharded_parameters import is_divided, memory, replicas
-from powergossip.parameters import Layout, check_parameters, matrix_shape
+from powergossip.parameters import Layout, check_parameters
 
 Tensors = Sequence[Tensor]
 FLOATING_POINT = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -67,7 +67,6 @@ class Gradients:
         mesh: For parameters that are sharded over another dimension of a DeviceMesh, the one along
             which replicas differ. Each shard's block of a parameter then counts as a parameter.
         dtypes: Accepted dtypes of parameters.
-        vectors_are_matrices: True if a vector is laid out as a matrix with one column.
 
     Attributes:
         parameters: The trained parameters, in the given order, as far as this shard has rows of
@@ -91,7 +90,6 @@ class Gradients:
         process_group: Any = None,
         mesh: Any = None,
         dtypes: Collection[torch.dtype] = (torch.float32,),
-        vectors_are_matrices: bool = False,
     ):
         names, tensors = named(params)
         trained = [index for index, tensor in enumerate(tensors) if not is_frozen(tensor)]
@@ -130,7 +128,7 @@ class Gradients:
             with comm.agreed():
                 self._leave_out_empty_blocks()
         shapes = [tuple(memory(p).shape) for p in self.parameters]
-        self.layout = Layout(map(matrix_shape, shapes) if vectors_are_matrices else shapes)
+        self.layout = Layout(shapes)
         self.dtype = working_dtype(self.parameters)
         self.gradient = torch.zeros(1, self.layout.size, device=device, dtype=self.dtype)
         self.mean = torch.zeros_like(self.gradient)
@@ -239,7 +237,7 @@ def optimizer_step(
     Takes the gradients p.grad and clears them. Errors are kept apart.
 
     Args:
-        aggregator: `PowerSGD`, `AllReduce`, `DGC`, `ErrorFeedback`, `SignSGD` or your own.
+        aggregator: `PowerSGD`, `DGC`, `ErrorFeedback`, `SignSGD` or your own.
         scaler: A GradScaler that has unscaled the gradients. If they are not finite in a process,
             all processes skip the step, and errors stay as they are.
 

@@ -53,7 +53,6 @@ class LearningRule:
                 )
             checks.positive("max_norm", max_norm)
         self.options = method.learning_options
-        self.corrects = bool(self.options.get("gradient_correction"))
         self.check_groups()
 
     # --- Checks ---
@@ -150,7 +149,7 @@ class LearningRule:
                 f"local_steps={local_steps}, when messages have been sent"
             )
         self.check_rate(parameters)
-        directs = self.has_momentum or self.corrects or self._max_norm is not None
+        directs = self.has_momentum or self.options.get("gradient_correction") or self._max_norm
         gradient = torch.zeros_like(x) if directs else None
         local = Wrapped(self, parameters, layout, x, gradient)
 

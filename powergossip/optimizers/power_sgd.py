@@ -20,86 +20,23 @@ sent.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from powergossip import checks
-from powergossip.algorithms import plain
 from powergossip.algorithms.power_sgd import PowerSGDAggregation, PowerSGDConfig
 from powergossip.network import Network
-from powergossip.optimizers.checks import Params, check_same_everywhere
+from powergossip.optimizers.checks import Params
 from powergossip.optimizers.gradients import (
     FLOATING_POINT,
-    Aggregator,
     CompressedMean,
     Gradients,
     Tensors,
-    check_one_worker,
-    network_of_all,
-    processes_for,
 )
-from powergossip.optimizers.precision import MESSAGE_DTYPES, Rounding, working_dtype
+from powergossip.optimizers.precision import MESSAGE_DTYPES, Rounding
 from powergossip.parameters import matrix_shape
-
-
-class AllReduce(Aggregator):
-    """The exact mean: x̄ = (1/n) Σ_j x_j. Sends 2 (n − 1)/n times the size of the gradients.
-
-    Args:
-        network: A network with one worker per process, by default the process group's.
-        process_group: As for `PowerSGD`.
-    """
-
-    def __init__(self, network: Network | None = None, *, process_group: Any = None):
-        self.processes = processes_for(network, process_group)
-        if network is not None:
-            check_one_worker(network)
-        self.network = network  # None: created with the first gradients
-        self._flat: Tensor | None = None  # [1, D]
-        self._sizes: list[int] = []
-
-    def mean_of(self, parameters: Tensors, gradients: Tensors) -> list[Tensor] | None:
-        """Return the mean. Without compression, errors are absent."""
-        return self.aggregate(gradients)
-
-    def aggregate(self, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Return the mean over all workers, and set `gradients` to 0.
-
-        Raises:
-            BadInput: In all processes, if sizes or precision differ between processes.
-        """
-        if not gradients:
-            return []
-        network, flat = self._prepared(gradients)
-        parts = flat[0].split(self._sizes)
-        for part, gradient in zip(parts, gradients, strict=True):
-            part.copy_(gradient.reshape(-1))
-            gradient.zero_()
-        network.run(plain.ExactMean(network).step(flat))
-        return [
-            part.view(gradient.shape).to(gradient.dtype, copy=True)
-            for part, gradient in zip(parts, gradients, strict=True)
-        ]
-
-    def _prepared(self, gradients: Sequence[Tensor]) -> tuple[Network, Tensor]:
-        """The network and the buffer for these gradients. All processes make them together."""
-        device, dtype = gradients[0].device, working_dtype(gradients)
-        sizes = [gradient.numel() for gradient in gradients]
-        if self.network is None:
-            self.network = network_of_all(self.processes, device)
-        if self._flat is None or self._flat.dtype != dtype or self._sizes != sizes:
-            check_same_everywhere(self.processes, {"the list of gradients": (str(dtype), sizes)})
-            self._flat = torch.empty(1, sum(sizes), device=device, dtype=dtype)
-            self._sizes = sizes
-        return self.network, self._flat
-
-    @property
-    def bits(self) -> int:
-        """Bits that this worker has sent since the start."""
-        return 0 if self.network is None else int(self.network.bits[0])
 
 
 class PowerSGD(CompressedMean):
@@ -126,8 +63,6 @@ class PowerSGD(CompressedMean):
         ValueError: In all processes, for parameters that are not dense floating-point tensors.
     """
 
-    _vectors_are_matrices: ClassVar[bool] = False
-
     def __init__(
         self,
         params: Params,
@@ -145,7 +80,6 @@ class PowerSGD(CompressedMean):
             process_group=process_group,
             mesh=mesh,
             dtypes=FLOATING_POINT,
-            vectors_are_matrices=self._vectors_are_matrices,
         )
         super().__init__(flat, PowerSGDAggregation(flat.network, flat.layout, config, flat.dtype))
         self.config = config
@@ -227,32 +161,3 @@ class PowerSGD(CompressedMean):
             )
         super().load_state_dict(state)
         error.copy_(state["error"])
-
-
-@dataclass(frozen=True)
-class BasicConfig:
-    """Options of `BasicPowerSGD`.
-
-    Args:
-        rank: Rank of the approximation in each half-iteration.
-        num_iters_per_step: Half-iterations of power iteration per step.
-    """
-
-    rank: int
-    num_iters_per_step: int = 1
-
-
-class BasicPowerSGD(PowerSGD):
-    """PowerSGD that compresses all parameters from the first step on, whatever the gain.
-
-    A vector is a matrix with one column. `options` are the other parameters of `PowerSGD`, and
-    ValueError is raised for the same reasons.
-    """
-
-    _vectors_are_matrices = True
-
-    def __init__(
-        self, params: Params, config: BasicConfig, network: Network | None = None, **options: Any
-    ):
-        everything = PowerSGDConfig(config.rank, 0.0, config.num_iters_per_step, 0)
-        super().__init__(params, everything, network, **options)

@@ -14,5 +14,5 @@ DATED = f"output/{DATE}"  # a new folder with its date
 OF_COMMAND = (
     *("allow_lost_rows", "checkpoint", "checkpoint_interval", "data_dir", "download"),
     *("distributed_init_file", "evaluate_only", "log_verbosity", "overwrite", "rank"),
-    *("record_order", "resume", "tensorboard", "trackers", "worker_timeout"),
+    *("resume", "tensorboard", "trackers", "worker_timeout"),
 )

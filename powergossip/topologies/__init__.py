@@ -19,7 +19,6 @@ distance to the mean over a whole period. Some periods average exactly.
 Axes: worker, edge, group, member, block. Matrices over the workers are [receiver, sender].
 """
 
-from powergossip.topologies.fastest import fastest_mixing
 from powergossip.topologies.graph_files import from_file
 from powergossip.topologies.registry import TOPOLOGIES as TOPOLOGIES
 from powergossip.topologies.registry import is_graph as is_graph
@@ -72,7 +71,6 @@ __all__ = [
     "epidemic",
     "equi_static",
     "exponential",
-    "fastest_mixing",
     "from_file",
     "fully_connected",
     "hypercube",

@@ -9,7 +9,6 @@ from numpy.typing import ArrayLike
 from scipy.sparse import csr_array
 
 from powergossip import checks, randomness
-from powergossip.topologies.fastest import fastest_mixing
 from powergossip.topologies.topology import Round, Topology, Tree, check_connected
 from powergossip.topologies.weights import Weights, best_constant, metropolis_hastings
 
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
 WEIGHTS: dict[str, Weights] = {  # name → weights of an undirected graph
     "metropolis": metropolis_hastings,
     "constant": best_constant,
-    "fastest": fastest_mixing,
 }
 MOST_EDGES = 4 * 10**7  # gigabytes
 EQUI_SAMPLES = 100  # of the shifts of `equi_static`

@@ -107,7 +107,7 @@ class RunKeys:
     #   watts-strogatz, random-regular, or the path of an edge list or adjacency file. Time-varying:
     #   one-peer-exponential, one-peer-equi, base-graph, random-matching, epidemic, round-robin
     topology_options: dict[str, Any] = field(default_factory=dict)  # such as {degree: 4}, and for
-    #   static undirected graphs {weights: metropolis}, constant or fastest
+    #   static undirected graphs {weights: metropolis} or constant
     overlapping: bool | None = None  # gossip while the gradient is computed, or after the update
     #   (false). By default true where the learning rule can, except for diloco, and for
     #   gradient-tracking, momentum-tracking and gt-nsgd over dpsgd and power-gossip
@@ -135,8 +135,6 @@ class RunKeys:
     on_worker_loss: str = "end"  # when a process has ended or is stopped: end the run, or continue
     #   without its workers, which needs mpirun --with-ft ulfm, or a ticket
     worker_timeout: float = 30.0  # seconds without a sign of life until a process counts as lost
-    record_order: bool = False  # write the order of late exchanges to order.jsonl, which a scenario
-    #   can replay
     scenario: Any = None  # speeds, delays, losses, deaths and joins of workers, for the virtual
     #   clock: a YAML file or a mapping. One process hosts all workers, and seconds in rows are
     #   virtual

@@ -281,19 +281,12 @@ def _check_events(c: Settings, processes: Processes) -> None:
                 f"{given}: use several processes of mpirun, with its own messages, or machines "
                 "that meet with a ticket"
             )
-    one_folder = not (c.record_order and processes.has_own_files)
-    checks.check("record_order", c.record_order, one_folder, "false with a ticket")
     n_processes = 1 if c.evaluate_only else processes.size
     apart = continues
     if c.gossip != "synchronous" or c.max_delay is not None or c.scenario is not None:
         from powergossip.events import scenario
 
         apart = scenario.resolve(c, n_processes, linked=processes.are_linked) or continues
-    if c.record_order and not apart:
-        raise ValueError(
-            "record_order=true: use false where all workers take their steps together, or give "
-            "gossip, on_worker_loss=continue or a scenario"
-        )
     if apart:
         given = "a scenario" if c.scenario is not None else given
         on = c.batched_gradients == "on"

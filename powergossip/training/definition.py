@@ -20,7 +20,7 @@ from powergossip.training.config import Config
 # Keys of each machine: those of its process, its files and programs, and its launcher.
 OWN = OF_PROCESS | {
     *("allow_lost_rows", "overwrite", "evaluate_only", "trackers", "tensorboard", "scenario"),
-    *("distributed_backend", "distributed_init_file", "record_order"),
+    *("distributed_backend", "distributed_init_file"),
 }
 _WORD = re.compile(r"[\w+-][\w.+-]*", re.ASCII)  # no path, function, or reference ${…}
 

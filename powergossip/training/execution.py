@@ -1,7 +1,6 @@
 """How the workers of a process take their steps: all together, or each at its own time."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -89,9 +88,6 @@ class Execution:
     def restore(self, alive: Sequence[int]) -> None:
         """Record which workers the checkpoint contains, before its evaluation."""
 
-    def begin(self, folder: Path) -> None:
-        """Prepare for the first step, with files in the folder of the run."""
-
     def enter(self, position: Position) -> Position:
         """The position of this process in the run: a later one if it comes back to it."""
         return position
@@ -114,9 +110,6 @@ class Execution:
                 self.step, epoch + 1, ends, self.view, signals.received
             )
             yield Moment(Position(epoch, step + 1, sums), number)
-
-    def end_epoch(self, epoch: int) -> None:
-        """Record the end of this number of epochs, after the evaluation."""
 
     def end(self, last: Callable[[], None]) -> None:
         """Call a last action, such as a figure, in one process, and wait for it."""

@@ -49,7 +49,6 @@ def check_method(c: Settings, network: Network) -> str:
     start of the run, or nothing.
     """
     hint, overlapping = "", False
-    trials.try_compressor(c.options)
     is_own = trials.are_needed(c.optimizer, c.options)
     compressor = c.options.get("compressor")
     name = f"optimizer={c.optimizer}" + (f" with compressor={compressor}" if compressor else "")

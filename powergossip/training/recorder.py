@@ -66,7 +66,6 @@ class Recorder:
         _now, ending = self, None
         try:
             self._open(trainer)
-            trainer.execution.begin(self.folder)
             yield
             missing = trainer.execution.missing
             if missing and trainer.processes.is_first:

@@ -140,8 +140,7 @@ def load_checkpoint(
 
 
 def check_rest(config: Settings, step: int, place: tuple[int, int], workers_before: int) -> None:
-    """Raise ValueError if a resumed run already has more than num_epochs epochs, or if its order of
-    events would be incomplete.
+    """Raise ValueError if a resumed run already has more than num_epochs epochs.
 
     Args:
         step: Number of completed steps.
@@ -149,10 +148,6 @@ def check_rest(config: Settings, step: int, place: tuple[int, int], workers_befo
         workers_before: Number of workers in the checkpoint. With another number, the run must have
             fewer epochs than num_epochs: its checkpoint remains otherwise.
     """
-    if step and config.record_order:
-        raise ValueError(
-            "record_order=true: use false for a resumed run, whose first events are not known"
-        )
     epoch, step_in_epoch = place
     if epoch >= config.num_epochs and workers_before != config.n_workers:
         raise ValueError(

@@ -194,7 +194,6 @@ class Trainer:
                 bar.write(f"epoch {epoch}: {shown}")
         if epoch in c.spectrum_logging_epochs:
             self.evaluation.log_spectra(epoch)
-        self.execution.end_epoch(epoch)
         if "bits" in c.options:
             log_skipped(self.rows, self.processes, self.execution.codes, epoch)
         log_phases(self.rows, self._hooks, self.clock, epoch, c.num_epochs)

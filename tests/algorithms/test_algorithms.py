@@ -462,16 +462,3 @@ def test_stateless_algorithms_reject_a_state(make: Callable[[Network], Averaging
     assert averaging.state_dict() == {}
     with pytest.raises(ValueError, match=r"PlainGossip|ExactMean"):
         averaging.load_state_dict({"directions": 1})
-
-
-def test_options_in_one_object_are_deprecated() -> None:
-    """Each row takes its own."""
-    text = "use keyword arguments of make"
-    with pytest.warns(FutureWarning, match=text):
-        nested = compressors.CompressorOptions(levels=8, keep_ratio=0.1)
-    given: dict[str, Any] = {"compressor": "qsgd", "rank": 3, "compressor_options": nested}
-    with pytest.warns(FutureWarning, match=text):
-        options = algorithms.AveragingOptions(**given)
-    made: Any = algorithms.make("choco", alone("ring", 3), Layout([(3, 3)]), options)
-    assert made.codec.compressor == compressors.make("qsgd", nested)
-    assert made.codec.compressor == compressors.QSGD(levels=8)

@@ -22,7 +22,7 @@ from powergossip.consensus.sweep import Sweep
 from powergossip.errors import BadInput
 from powergossip.network import Network, Processes, processes
 from powergossip.network.collectives import all_reduce_cost
-from powergossip.optimizers import GossipModelAverager, GossipOptimizer
+from powergossip.optimizers import GossipOptimizer
 from powergossip.parameters import Layout
 from powergossip.runs import metrics
 from powergossip.runs.checkpoints import Checkpoints
@@ -309,15 +309,6 @@ def test_gossip_optimizer_averages_in_double_precision() -> None:
         before, x, _ = gossiped("dpsgd", torch.float64, 3, learning=name)
         torch.testing.assert_close(x.mean(0), before.mean(0), atol=1e-13, rtol=0)
         assert variance(x) < variance(before), name
-
-
-@pytest.mark.parallel(4)
-def test_a_model_averager_averages_in_double_precision() -> None:
-    x = nn.Parameter(start(4, Layout(SHAPES))[processes().rank].double())
-    averager = GossipModelAverager("all-reduce")
-    averager.average_parameters([x])
-    expected = start(4, Layout(SHAPES)).double().mean(0)
-    torch.testing.assert_close(x.detach(), expected, atol=1e-15, rtol=1e-15)
 
 
 def test_all_parameters_are_in_double_precision_or_none() -> None:

@@ -15,9 +15,6 @@ from powergossip.errors import BadInput
 from powergossip.network import Network, Processes, processes
 from powergossip.optimizers import (
     DGC,
-    AllReduce,
-    BasicConfig,
-    BasicPowerSGD,
     PowerSGD,
     optimizer_step,
 )
@@ -245,26 +242,18 @@ def test_parameters_and_gradients_that_cannot_be_averaged_are_named() -> None:
 
 @pytest.mark.parallel([1, 2])
 def test_a_full_rank_of_float64_is_the_mean_to_the_rounding_of_float64() -> None:
-    """Also the uncompressed tensors, and the plain all-reduce."""
+    """Also the uncompressed tensors."""
     who = processes()
     drawn = [generator(3, "test", r).standard_normal((2, 48)) for r in range(who.size)]
     given = torch.from_numpy(np.stack(drawn))  # [worker, tensor, element]
     expected = given.mean(0)
-    for make in (
-        lambda params: BasicPowerSGD(params, BasicConfig(rank=6, num_iters_per_step=2)),
-        lambda params: PowerSGD(params, PowerSGDConfig(6, 0, 2, 0)),
-        lambda params: AllReduce(),
-    ):
-        params = [torch.zeros(8, 6, dtype=torch.float64), torch.zeros(48, dtype=torch.float64)]
-        aggregator = make(params)
-        mine = [given[who.rank, 0].view(8, 6).clone(), given[who.rank, 1].clone()]
-        means = aggregator.aggregate(mine)
-        for mean, of_tensor in zip(means, expected, strict=True):
-            assert mean.dtype == torch.float64
-            assert (mean.flatten() - of_tensor).norm() < 1e-14 * of_tensor.norm()
-        assert all(error.norm() < 1e-13 for error in mine)
-        if who.size == 2 and isinstance(aggregator, AllReduce):
-            assert aggregator.bits == 64 * 96
+    params = [torch.zeros(8, 6, dtype=torch.float64), torch.zeros(48, dtype=torch.float64)]
+    mine = [given[who.rank, 0].view(8, 6).clone(), given[who.rank, 1].clone()]
+    means = PowerSGD(params, PowerSGDConfig(6, 0, 2, 0)).aggregate(mine)
+    for mean, of_tensor in zip(means, expected, strict=True):
+        assert mean.dtype == torch.float64
+        assert (mean.flatten() - of_tensor).norm() < 1e-14 * of_tensor.norm()
+    assert all(error.norm() < 1e-13 for error in mine)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
@@ -301,7 +290,7 @@ def test_the_means_and_the_errors_sum_to_the_gradients_in_every_precision(
 
 
 @pytest.mark.parallel([1, 2])
-@pytest.mark.parametrize("kind", ["PowerSGD", "AllReduce", "DGC"])
+@pytest.mark.parametrize("kind", ["PowerSGD", "DGC"])
 def test_frozen_parameters_are_neither_changed_nor_sent(kind: str) -> None:
     """Nor is a gradient applied that is left from an earlier phase of training."""
     who = processes()
@@ -312,7 +301,6 @@ def test_frozen_parameters_are_neither_changed_nor_sent(kind: str) -> None:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, weight_decay=0.1)
     make: dict[str, Any] = {
         "PowerSGD": lambda params: PowerSGD(params, PowerSGDConfig(1, 1e9, 1, 0)),
-        "AllReduce": lambda params: AllReduce(),
         "DGC": DGC,
     }
     aggregator = make[kind](net.named_parameters())
@@ -321,9 +309,6 @@ def test_frozen_parameters_are_neither_changed_nor_sent(kind: str) -> None:
         optimizer_step(optimizer, aggregator)
     assert torch.equal(vector(net[0]), before)
     assert not torch.equal(vector(net[2]), head)
-    if kind == "AllReduce":
-        assert aggregator.bits == (2 * 32 * 44 if who.size == 2 else 0)
-        return
     assert aggregator.flat.layout.size == 44
     net[0].requires_grad_(True)
     with pytest.raises(ValueError, match=r"0\.weight"):
@@ -342,8 +327,6 @@ def test_workers_that_differ_in_what_they_train_are_rejected() -> None:
     dtype = torch.float64 if who.rank else torch.float32
     with pytest.raises(BadInput):
         PowerSGD([torch.zeros(2, 2, dtype=dtype)], AT_ONCE)
-    with pytest.raises(BadInput):
-        AllReduce().aggregate([torch.zeros(2 + who.rank)])
 
 
 # The published package, github.com/epfml/powersgd.
@@ -396,25 +379,6 @@ def test_the_published_defaults() -> None:
         rank=3, min_compression_rate=4, num_iters_per_step=5, start_compressing_after_num_steps=6
     )
     assert PowerSGDConfig(3, 4, 5, 6) == named
-    assert BasicConfig(2) == BasicConfig(rank=2, num_iters_per_step=1)
-
-
-def test_the_basic_class_compresses_everything_and_counts_its_floats() -> None:
-    """Vectors too, as matrices with one column; 2 half-iterations send both sides."""
-    params = [torch.zeros(8, 6), torch.zeros(3, 2, 2), torch.zeros(5)]
-    basic = BasicPowerSGD(params, BasicConfig(rank=2, num_iters_per_step=2))
-    assert basic.uncompressed_num_floats == 48 + 12 + 5
-    assert basic.compressed_num_floats == 2 * (8 + 6) + 2 * (3 + 4) + 1 * (5 + 1)
-    assert basic.compression_rate == 65 / 48
-    given = [torch.randn_like(p) for p in params]
-    mine = [g.clone() for g in given]
-    means = basic.aggregate(mine)
-    assert basic.step_counter == 1
-    assert [mean.shape for mean in means] == [p.shape for p in params]
-    for g, mean, error in zip(given, means, mine, strict=True):
-        assert torch.allclose(g, mean + error, atol=1e-6)
-    assert mine[0].norm() > 0.1
-    assert mine[2].norm() < 1e-5, "one column has rank 1"
 
 
 @pytest.mark.parallel([4])

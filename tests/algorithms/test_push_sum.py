@@ -16,7 +16,7 @@ from powergossip import algorithms, topologies
 from powergossip.algorithms import AVERAGING, DPSGD, Averaging, PlainGossip, PushSum
 from powergossip.algorithms.learning import Workers
 from powergossip.network import Conversation, Network, Processes, processes
-from powergossip.optimizers import GossipModelAverager, GossipOptimizer
+from powergossip.optimizers import GossipOptimizer
 from powergossip.optimizers.precision import Rounding
 from powergossip.parameters import Layout
 from powergossip.topologies import Topology
@@ -242,12 +242,6 @@ def test_the_optimizer_is_the_dense_computation(name: str, local_steps: int) -> 
     expected = torch.stack([*map(numbers, models)])
     torch.testing.assert_close(everywhere(model), expected, rtol=1e-5, atol=1e-5)
     assert w.max() > 1.2
-
-
-def test_model_averagers_reject_it() -> None:
-    """They do not see local updates."""
-    with pytest.raises(ValueError, match="push-sum"):
-        GossipModelAverager("push-sum", process_group=ALONE)
 
 
 # Running sums.

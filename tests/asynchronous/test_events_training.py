@@ -10,8 +10,6 @@ from omegaconf import OmegaConf
 
 import train
 from powergossip import tasks
-from powergossip.errors import BadInput
-from powergossip.events import event_log
 from powergossip.network import processes
 from powergossip.network.collectives import all_reduce_cost
 from powergossip.runs.checkpoints import Checkpoints
@@ -204,48 +202,6 @@ def test_duals_grow_more_slowly_over_late_exchanges_and_power_gossip(values, rat
     assert isinstance(run.execution, OnVirtualClock)
     rules: list[Any] = [worker.rule for worker in run.execution.clock.workers.values()]
     assert [rule.dual_rate for rule in rules] == pytest.approx([rate] * len(rules))
-
-
-OTHER_RUNS: list[tuple[dict[str, Any], str]] = [
-    ({"n_workers": 3}, "use 4 workers in place of 3"),
-    ({"n_workers": 5}, "use 4 workers in place of 5"),
-    ({"max_steps_per_epoch": 1}, "use 2 steps per epoch in place of 1"),
-    ({"topology": "chain"}, "use the topology of the recorded run"),
-    ({"num_epochs": 2}, "use num_epochs=1 or less"),
-    ({"cut": 3}, "use a complete file: line"),
-    ({"cut": None}, "use a file with events"),
-]
-
-
-def test_a_replay_fits_the_recorded_run(tmp_path):
-    values = {**OF_EDGES, **METHODS["plain"], "max_steps_per_epoch": 2, "num_epochs": 1}
-    run = built(**values, gossip="asynchronous", record_order=True)
-    run.execution.begin(tmp_path)
-    run.train()
-    file, text = tmp_path / "order.jsonl", (tmp_path / "order.jsonl").read_text()
-    replay: dict[str, Any] = {"scenario": {"replay": str(file)}}
-    stepwise = built(**values, **replay)
-    assert isinstance(stepwise.execution, OnVirtualClock)
-    for step in range(2):
-        stepwise.execution.train_step(0, step)
-        assert stepwise.execution.clock.progress >= step + 1, "also within an epoch"
-    assert torch.equal(stepwise.parameters.x, run.parameters.x)
-    for changes, sentence in OTHER_RUNS:
-        if "cut" in changes:
-            file.write_text(text[: -changes["cut"]] if changes["cut"] else "")
-        changed = {key: value for key, value in changes.items() if key != "cut"}
-        with pytest.raises(ValueError, match=sentence):
-            built(**{**values, **changed, **replay})
-
-
-def test_an_event_that_cannot_happen_is_bad_input(tmp_path):
-    file = tmp_path / "order.jsonl"
-    begun = [event_log.Entry(0.0, "begin", worker, -1, -1) for worker in range(4)]
-    ended = [event_log.Entry(0.0, "epoch", worker, -1, 1) for worker in range(4)]
-    event_log.write(file, [*begun, event_log.Entry(0.0, "apply", 0, 1, 0), *ended])
-    values = {**OF_EDGES, **METHODS["plain"], "max_steps_per_epoch": 2, "num_epochs": 1}
-    with pytest.raises(BadInput, match="does not fit this one"):
-        trained(**values, scenario={"replay": str(file)})
 
 
 @pytest.mark.long

@@ -6,23 +6,20 @@ import re
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import pytest
 import torch
 from omegaconf import OmegaConf
 
 import train
-from powergossip.errors import BadInput, CannotWrite
-from powergossip.events import event_log, packing, wall_clock
-from powergossip.events.event_log import Entry
+from powergossip.errors import BadInput
+from powergossip.events import packing, wall_clock
 from powergossip.events.worker import Message
 from powergossip.network import Processes, processes
 from powergossip.network.resilient.links import LOST, Links
 from powergossip.runs import files, metrics, output
 from powergossip.runs.checkpoints import Checkpoints
 from powergossip.training import ending
-from powergossip.training.asynchronous.execution import AcrossProcesses
 from powergossip.training.trainer import Trainer
 from tests.harness import internet, launch
 from tests.harness.asynchronous import (
@@ -102,35 +99,6 @@ def test_machines_with_a_ticket_have_the_same_bits(method, monkeypatch):
     run.end()
 
 
-@pytest.mark.parallel([2, 4])
-@pytest.mark.parametrize(
-    "method",
-    [
-        {**METHODS["power"], "gossip": "bounded"},
-        *({**METHODS[name], "gossip": "asynchronous"} for name in ("sign", "duals", "tracking")),
-        {"optimizer": "dpsgd", "gossip": "a2cid2", "topology": "chain"},
-    ],
-    ids=lambda method: "-".join(map(str, method.values())),
-)
-def test_the_order_of_late_exchanges_can_be_replayed(method, with_ulfm, tmp_path):
-    folder = Path(processes().broadcast(str(tmp_path)))
-    values, rows = TINY | method, list[dict[str, Any]]()
-    run = built(recording(rows), **values, record_order=True)
-    run.execution.begin(folder)
-    run.train()
-    run.end()
-    assert processes().sum(run.network.messages.sum()) > 0
-    assert isinstance(run.execution, AcrossProcesses)
-    steps = [worker.steps for worker in run.execution.clock.workers.values()]
-    assert processes().sum(np.array(sum(steps))) >= 4 * run.total_steps
-    expected, same = on_virtual_clock(**values, scenario={"replay": str(folder / "order.jsonl")})
-    assert torch.equal(run.parameters.x, own_rows(run, expected))
-    if processes().rank == 0:
-        found = measured(pd.DataFrame(rows))
-        assert len(found) > 2 * 4 * 3
-        assert found == pytest.approx(measured(same), rel=1e-6)
-
-
 def number_of_workers(folder: Path, again: tuple[int, ...] = ()) -> list[float]:
     """By epoch. again: epochs after which the run was resumed with another number."""
     chosen = select(metrics.load(folder), "workers")
@@ -149,14 +117,14 @@ def number_of_workers(folder: Path, again: tuple[int, ...] = ()) -> list[float]:
         pytest.param("tracking", "bounded", ("EXIT", "ERROR"), marks=pytest.mark.slow),
     ],
 )
-def test_a_run_goes_on_without_lost_processes_and_can_be_replayed(method, gossip, ends, tmp_path):
+def test_a_run_goes_on_without_lost_processes(method, gossip, ends, tmp_path):
     """Processes 0 and 2 are lost. The last epoch begins with a stop of process 3. Process 1 takes
     steps meanwhile, and process 3 catches up."""
     values = {**METHODS[method], "gossip": gossip, "num_epochs": 4}
     values |= {"use_decentralized_data": True, "data_of_lost": "redistributed"}
     events = [at_step(0, 5, ends[0]), at_step(2, 9, ends[1])]
     events.append(at_step(3, 12, "SIGSTOP", seconds=4))
-    rows = failing(events, tmp_path / "run", code=LOST, **values, record_order=True)
+    rows = failing(events, tmp_path / "run", code=LOST, **values)
     assert sorted(row["process"] for row in rows) == [1, 3]
     counts = number_of_workers(tmp_path / "run")
     assert counts == sorted(counts, reverse=True)
@@ -164,22 +132,6 @@ def test_a_run_goes_on_without_lost_processes_and_can_be_replayed(method, gossip
     info = json.loads((tmp_path / "run" / files.INFO_FILE).read_text())
     assert info[output.ENDING] == output.COMPLETE
     assert info["lost_workers"] == [0, 2]
-    order = tmp_path / "run" / "order.jsonl"
-    replayed, _ = on_virtual_clock(**values, scenario={"replay": str(order)})
-    assert replayed.execution.view.alive == [1, 3]
-    for row in rows:
-        x = replayed.parameters.x[row["worker"]]
-        assert hashlib.sha256(x.numpy().tobytes()).hexdigest() == row["digest"]
-        assert replayed.network.bits[row["worker"]] == row["bits"], "with those of views"
-    taken, lead = dict.fromkeys(range(4), 0), 0
-    for entry in event_log.read(order):
-        if entry.kind == "finish":
-            taken[entry.worker] += 1
-        lead = max(lead, taken[1] - taken[3])
-    if gossip != "bounded":
-        assert lead >= 2, "one would be possible if its neighbor waited"
-    if gossip == "synchronous":
-        assert taken[1] == taken[3] == 16
 
 
 def test_slow_processes_are_not_lost_and_a_kill_leaves_whole_checkpoints(tmp_path):
@@ -251,7 +203,7 @@ def test_a_run_on_the_virtual_clock_is_evaluated_by_several_processes(deaths, tm
         assert len(found) == 4
 
 
-# --- Messages and the order of events ---
+# --- Messages and rows ---
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.uint8, torch.int64])
@@ -268,48 +220,6 @@ def test_messages_keep_their_bits(dtype, view):
     if view is not None:
         of_view = payload.numel() - packing.packed(message, False).numel()
         assert 8 * (of_view - 1) == packing.bits_of_view(view)
-
-
-def test_parts_are_sent_before_they_are_applied_whatever_the_clocks_say():
-    first = [Entry(10.0, "start", 0, 1, 0), Entry(11.0, "apply", 0, 1, 0)]
-    second = [Entry(0.0, "start", 1, 0, 0), Entry(0.1, "apply", 1, 0, 0)]
-    found = event_log.merged([first, second], lost=[1])
-    kinds = [(entry.worker, entry.kind) for entry in found]
-    assert kinds == [(1, "start"), (0, "start"), (1, "apply"), (1, "die"), (0, "apply")]
-    with pytest.raises(ValueError, match="apply"):
-        event_log.merged([second], lost=[])
-
-
-def test_a_worker_that_is_lost_before_its_first_event_was_there_at_the_start():
-    of_other = [Entry(0.1, "start", 0, 1, 0), Entry(0.2, "learn", 0, 1, 1)]
-    found = event_log.merged([of_other], lost=[1])
-    assert [(entry.worker, entry.kind) for entry in found] == [
-        (1, "die"),
-        (0, "start"),
-        (0, "learn"),
-    ]
-
-
-def test_all_processes_meet_at_the_end_of_an_epoch():
-    """Whatever their clocks say. A process that is lost in the next epoch dies after it."""
-    late = [Entry(50.0, "begin", 0, -1, -1), Entry(51.0, "epoch", 0, -1, 1)]
-    early = [
-        Entry(0.0, "begin", 1, -1, -1),
-        Entry(0.1, "epoch", 1, -1, 1),
-        Entry(0.2, "finish", 1, -1, -1),
-        Entry(0.3, "epoch", 1, -1, 2),
-    ]
-    found = event_log.merged([late, early], lost=[0])
-    kinds = [(entry.worker, entry.kind) for entry in found]
-    assert kinds[:2] == [(1, "begin"), (0, "begin")]
-    assert sorted(kinds[2:5]) == [(0, "die"), (0, "epoch"), (1, "epoch")]
-    assert kinds.index((0, "epoch")) < kinds.index((0, "die"))
-    assert kinds[5:] == [(1, "finish"), (1, "epoch")]
-
-
-def test_a_full_disk_under_the_order_of_events_is_a_sentence():
-    with pytest.raises(CannotWrite, match="/dev/full"):
-        event_log.write(Path("/dev/full"), [Entry(0.0, "begin", 0, -1, -1)])
 
 
 def test_the_next_writer_adds_the_rows_that_are_missing(tmp_path):

@@ -12,8 +12,7 @@ from powergossip import algorithms
 from powergossip import options as _options
 from powergossip.algorithms import learning
 from powergossip.algorithms.averaging import Kind
-from powergossip.events import averaging, event_log
-from powergossip.events.replay import Replay
+from powergossip.events import averaging
 from powergossip.events.worker import Edge, Message, Policy
 from powergossip.network import Network
 from powergossip.parameters import Layout
@@ -24,7 +23,6 @@ from tests.harness.exchanging import (
     LATE,
     SHAPES,
     averaging_clock,
-    learners,
     learning_clock,
     start,
     sum_of_unapplied,
@@ -159,15 +157,15 @@ def test_an_edge_whose_first_exchange_one_end_skips_begins_again(name):
 
 @pytest.mark.parametrize("name", ["power rank 2", "top-k"])
 def test_the_sum_of_late_exchanges_changes_no_worker(name):
-    clock = averaging_clock(start(8, torch.float32), name=name, values=LATE, record=True)
+    clock = averaging_clock(start(8, torch.float32), name=name, values=LATE)
     for _ in range(100):
         clock.advance()
-        before = copy.deepcopy([clock.state_dict(), clock.order])
+        before = copy.deepcopy(clock.state_dict())
         x = {index: worker.rule.x.clone() for index, worker in clock.workers.items()}
         if sum_of_unapplied(clock).any():
             break
     assert sum_of_unapplied(clock).any()
-    assert_same([clock.state_dict(), clock.order], before)
+    assert_same(clock.state_dict(), before)
     assert_same({index: worker.rule.x for index, worker in clock.workers.items()}, x)
 
 
@@ -412,52 +410,3 @@ def test_losses_at_both_ends_are_exact_and_at_one_end_biased(name, steps):
             assert float((x - mean).abs().max()) < 1e-3
     assert biases["both"] < 1e-12
     assert biases["one"] > 1e-2
-
-
-ELASTIC: dict[str, Any] = {
-    **LATE,
-    "loss": {"fraction": 0.05, "ends": "one"},
-    "deaths": [{"worker": 2, "at": 6.0}, {"worker": 6, "at": 8.0}],
-    "joins": [{"worker": 2, "at": 14.0}, {"worker": 7, "at": 5.0}],
-    "detection": 0.7,
-}
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("rule", "name", "gossip"),
-    [
-        ("dpsgd", "power", "synchronous"),
-        ("exact-diffusion", "plain", "asynchronous"),
-        ("quasi-global-momentum", "top-k", "asynchronous"),
-        ("gradient-tracking", "plain", "synchronous"),
-        ("diloco", "power", "asynchronous"),
-    ],
-)
-def test_the_order_of_events_replays_a_run(rule, name, gossip, tmp_path):
-    problem, again = Quadratics(), Quadratics()
-    given: dict[str, Any] = {"name": name, "gossip": gossip, "diffusion_rate": 0.3}
-    if rule == "diloco":
-        given["rule_options"] = {"local_steps": 3, "gradient_correction": True}
-    clock = learning_clock(problem, rule, 0.05, values=ELASTIC, record=True, **given)
-    clock.run_until(25.0)
-    event_log.write(tmp_path / "order.jsonl", clock.order)
-    entries = event_log.read(tmp_path / "order.jsonl")
-    assert {"apply", "skip", "learn", "die", "join"} < {entry.kind for entry in entries}
-    make, compute = learners(again, rule, 0.05, **given)
-    repeated = Replay(entries, 5, [again.x], make, compute)
-    half = len(entries) // 2
-    for _ in range(half):
-        repeated.advance()
-    state, x, grad = copy.deepcopy(repeated.state_dict()), again.x.clone(), again.grad.clone()
-    for _ in range(half, len(entries)):
-        repeated.advance()
-    assert torch.equal(again.x, problem.x)
-    assert problem.x.any()
-    resumed = Replay(entries, 5, [again.x], make, compute)
-    again.x.copy_(x)
-    again.grad.copy_(grad)
-    resumed.load_state_dict(state)
-    for _ in range(half, len(entries)):
-        resumed.advance()
-    assert torch.equal(again.x, problem.x)

@@ -53,9 +53,6 @@ EXAMPLES = {
     "huggingface_module.py": Shown(
         together=r"^sent by each worker: 817\.9 kB$",  # as gossip.py, with 2 bytes per element
     ),
-    "model_averager.py": Shown(
-        together=r"^sent by each worker: 409\.0 kB$",  # gossip.py in every fourth step
-    ),
     "plain_loop.py": Shown(
         # 20 · 11 steps: 2 · 4 · 220 · (64 + 128 + 128 + 10 + 128 + 128 + 128 + 10)
         together=r"^sent by each worker: 1274\.2 kB$",

@@ -80,7 +80,6 @@ def averaging_clock(
     shapes: Any = SHAPES,
     values: Mapping[str, Any] | None = None,
     seed: int = 0,
-    record: bool = False,
     **options: Any,
 ) -> VirtualClock:
     """A clock whose workers average x, in place."""
@@ -98,7 +97,7 @@ def averaging_clock(
         return Worker(index, members, rule, own, policy, view, steps)
 
     drawn = scenario.read(values or {}, n, seed)
-    return VirtualClock(drawn, [x], make, lambda worker, step: None, record)
+    return VirtualClock(drawn, [x], make, lambda worker, step: None)
 
 
 def learners(
@@ -154,12 +153,11 @@ def learning_clock(
     *arguments: Any,
     values: Mapping[str, Any] | None = None,
     seed: int = 0,
-    record: bool = False,
     **options: Any,
 ) -> VirtualClock:
     """A clock with learners."""
     drawn = scenario.read(values or {}, problem.n_workers, seed)
-    return VirtualClock(drawn, [problem.x], *learners(problem, *arguments, **options), record)
+    return VirtualClock(drawn, [problem.x], *learners(problem, *arguments, **options))
 
 
 def settled(worker: Worker, updated: bool | None = None) -> Tensor:
@@ -203,12 +201,12 @@ def sum_of_unapplied(
             if edge.own.part is None or parts[0].part is None:
                 continue
             x, state = worker.rule.x.clone(), copy.deepcopy(worker.state_dict())
-            late, log = set(worker.late), list(worker.log)
+            late = set(worker.late)
             worker.receive(j, parts[0])
             before = variables(worker).clone()
             worker.apply(j)
             total = total + (variables(worker) - before)
             worker.rule.x.copy_(x)
             worker.load_state_dict(state)
-            worker.late, worker.log = late, log
+            worker.late = late
     return total

@@ -296,8 +296,6 @@ def _processes(d: _Draws) -> Case:
         values["on_worker_loss"] = "continue"
         values["worker_timeout"] = d.one_of(*_TIMEOUTS)
         values["data_of_lost"] = d.one_of("left", "redistributed")
-    if survives or values["gossip"] != "synchronous":
-        values["record_order"] = d.chance(0.6)
     plan: dict[str, Any] = {"events": _failures(d, size, epochs * steps, epochs, values)}
     if d.chance(0.8):
         plan["report"] = False  # it takes longer than the rest

@@ -10,7 +10,6 @@ Processes are killed, stopped or interrupted at points of the run, or cannot wri
 - Processes that did not fail are there at the end. None of their workers is among the lost ones.
 - Rows of every evaluated epoch are there once, and the number of workers does not grow.
 - The last checkpoint is whole, and the run resumes from it to its end.
-- A recorded order replays to the bits of the survivors.
 """
 
 import hashlib
@@ -30,8 +29,6 @@ from powergossip.network import Processes
 from powergossip.network.resilient.links import LOST
 from powergossip.runs import files, metrics, output
 from powergossip.runs.checkpoints import FOLDER, Checkpoints
-from powergossip.training.config_checks import checked
-from powergossip.training.trainer import Trainer
 from tests.harness import launch
 from tests.harness.asynchronous import ULFM
 from tests.harness.fuzz_cases import ERRORS, Case, Fault, require
@@ -52,8 +49,6 @@ def run(case: Case) -> str:
                 return outcome
             if outcome == "complete":
                 _check_rows(case, ended)
-                if case.train.get("record_order"):
-                    _check_replay(case, ended)
                 _check_last_step(case, folder)
             check_checkpoint(folder)
             _check_resume(case, ended, outcome, base)
@@ -201,23 +196,6 @@ def _check_rows(case: Case, ended: _Ended) -> None:
     require(there <= last, f"rows of the workers {there} at the end, not {last}")
 
 
-# --- The recorded order ---
-
-
-def _check_replay(case: Case, ended: _Ended) -> None:
-    kept = {k: v for k, v in case.train.items() if k not in ("on_worker_loss", "record_order")}
-    kept.pop("worker_timeout", None)
-    kept["scenario"] = {"replay": str(ended.folder / "order.jsonl")}
-    config: Any = OmegaConf.merge(OmegaConf.structured(train.Config), kept)
-    alone: Any = Processes()
-    replayed = Trainer(checked(config, alone), alone)
-    replayed.train()
-    for row in ended.rows:
-        x = replayed.parameters.x[row["worker"]]
-        same = hashlib.sha256(x.numpy().tobytes()).hexdigest() == row["digest"]
-        require(same, f"the order replays to the bits of worker {row['worker']}")
-
-
 # --- Checkpoints ---
 
 
@@ -253,7 +231,7 @@ def _check_last_step(case: Case, folder: Path) -> None:
 def _check_resume(case: Case, ended: _Ended, outcome: str, base: Path) -> None:
     """The same command completes the run, or prolongs one that is complete."""
     epochs = case.train["num_epochs"] + (outcome == "complete")
-    changes = {"resume": "auto", "num_epochs": epochs, "record_order": False}
+    changes = {"resume": "auto", "num_epochs": epochs}
     again = _Ended(case, {"report": False}, ended.folder, base / "again", **changes)
     try:
         if outcome != "complete" and again.code == 2 and again.check() == "rejected":

@@ -80,10 +80,8 @@ def cases() -> Iterator[tuple[str, int, list[Command]]]:
     for name, values in BY_EDGES.items():
         run = ("train", *TINY, *values)
         for gossip in ("synchronous", "bounded", "asynchronous"):
-            late = (*run, f"gossip={gossip}", LATE, "record_order=true")
+            late = (*run, f"gossip={gossip}", LATE)
             yield f"{name}, {gossip}, late", 1, [late]
-        again = (*run, "gossip=asynchronous", "scenario={replay: FOLDER/order.jsonl}")
-        yield f"{name}, replayed", 1, [late, (*again, "overwrite=true")]
         yield f"{name}, lost and replaced", 1, [(*run, LOSSES)]
     elastic = ("train", *TINY, "optimizer=power-gossip")
     fewer = (*elastic, "resume=true", "num_epochs=3", "n_workers=3")
@@ -107,17 +105,12 @@ def carry_out(processes: int, out: Path) -> None:
             continue
         folder = out / str(number)
         for entry, *arguments in commands:
-            given = [text.replace("FOLDER", str(folder / "before")) for text in arguments]
-            if any("replay" in text for text in given) and (folder / "order.jsonl").exists():
-                folder.rename(out / "kept")
-                folder.mkdir()
-                (out / "kept").rename(folder / "before")
             try:
                 if entry == "loop":
                     _loop(folder)
                 else:
                     main = train.main if entry == "train" else gossip_run.main
-                    main([*given, "--output-dir", str(folder)])
+                    main([*arguments, "--output-dir", str(folder)])
             except BaseException as error:  # the case counts as different, unless both raise it
                 folder.mkdir(exist_ok=True)
                 (folder / "error.txt").write_text(f"{name}: {type(error).__name__} {error}")

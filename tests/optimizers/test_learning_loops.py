@@ -599,8 +599,6 @@ def clipped(way: str, steps: int) -> Tensor:
     for _ in range(steps):
         optimizer.zero_grad()
         (a[who.rank] * (x - b[who.rank]).square().sum() / 2).backward()
-        if way == "correct_":
-            optimizer.correct_()
         if way != "max_norm":
             nn.utils.clip_grad_norm_([x], 1.0)
         optimizer.step()
@@ -611,47 +609,4 @@ def clipped(way: str, steps: int) -> Tensor:
 @pytest.mark.parallel([4])
 def test_clipped_corrected_gradients_have_no_bias() -> None:
     assert clipped("max_norm", 500).abs().max() < 5e-5
-    torch.testing.assert_close(clipped("correct_", 40), clipped("max_norm", 40), rtol=1e-4, atol=0)
     assert clipped("before the step alone", 150).abs().max() > 0.5
-
-
-@pytest.mark.parallel([4])
-def test_gradients_are_corrected_once_and_not_cleared() -> None:
-    x = nn.Parameter(torch.zeros(2, 2))
-    options = {"gradient_correction": True}
-    optimizer = GossipOptimizer(
-        torch.optim.SGD([x], lr=0.1), "dpsgd", learning="diloco", learning_options=options
-    )
-    x.sum().backward()
-    optimizer.correct_()
-    with pytest.raises(RuntimeError, match="twice"):
-        optimizer.correct_()
-    with pytest.raises(RuntimeError, match="lose the corrections"):
-        optimizer.zero_grad()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-@pytest.mark.parallel([4])
-def test_gradients_that_are_not_finite_are_not_corrected() -> None:
-    x = nn.Parameter(torch.zeros(2, 2))
-    optimizer = GossipOptimizer(
-        torch.optim.SGD([x], lr=0.1),
-        "dpsgd",
-        learning="diloco",
-        local_steps=2,
-        learning_options={"gradient_correction": True, "correction_rate": 0.5},
-    )
-    for _ in range(4):
-        optimizer.zero_grad()
-        (processes().rank * x).sum().backward()
-        optimizer.step()
-    finite = torch.ones(2, 2)
-    overflowing = torch.tensor([[1.0, torch.inf], [1.0, 1.0]])
-    for gradient in (overflowing, finite):
-        optimizer.zero_grad()
-        (gradient * x).sum().backward()
-        optimizer.correct_()
-        assert x.grad is not None
-        assert torch.equal(x.grad, gradient) == (gradient is overflowing)
-    optimizer.step()

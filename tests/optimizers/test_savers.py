@@ -20,7 +20,6 @@ from powergossip.optimizers import (
     DGCSGD,
     Config,
     DGCConfig,
-    GossipModelAverager,
     GossipOptimizer,
     PowerSGD,
     dgc,
@@ -38,16 +37,6 @@ Method = Callable[[Any], Callable[[], None]]
 
 def gossip_optimizer(model: nn.Module) -> Callable[[], None]:
     return GossipOptimizer(OPTIMIZERS["momentum"](model), "dpsgd").step
-
-
-def averager(model: nn.Module) -> Callable[[], None]:
-    local, made = OPTIMIZERS["momentum"](model), GossipModelAverager("dpsgd")
-
-    def step() -> None:
-        local.step()
-        made.average_parameters(model.parameters())
-
-    return step
 
 
 def hook(model: nn.Module) -> Callable[[], None]:
@@ -73,7 +62,7 @@ def deep_gradient_compression(model: nn.Module) -> Callable[[], None]:
     return lambda: dgc.optimizer_step(local, made)
 
 
-METHODS: list[Method] = [gossip_optimizer, averager, hook, power_sgd, deep_gradient_compression]
+METHODS: list[Method] = [gossip_optimizer, hook, power_sgd, deep_gradient_compression]
 
 
 # --- Programs: they save a model in a folder, and return the tensors saved ------------------------

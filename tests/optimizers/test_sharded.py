@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.distributed.tensor import Replicate, Shard
 
 from powergossip.compressors import TopK
@@ -19,7 +18,6 @@ from powergossip.network import processes
 from powergossip.optimizers import (
     Config,
     ErrorFeedback,
-    GossipModelAverager,
     GossipOptimizer,
     PowerSGD,
     optimizer_step,
@@ -346,27 +344,6 @@ def test_an_overflow_in_one_shard_skips_the_update_of_its_replica() -> None:
     assert torch.equal(whole(model), before) == (where.replica == 0)
 
 
-@pytest.mark.parallel([4])
-def test_correct_leaves_gradients_as_they_are_if_a_shard_has_one_that_is_not_finite() -> None:
-    where = replicas(2)
-    pair = Pair(where)
-    optimizer = GossipOptimizer(SGD(pair.sharded), "dpsgd", mesh=where.between, **CORRECTED)
-    pair.start()
-    for t in range(3):  # the first round leaves corrections
-        pair.backward(t)
-        if t < 2:
-            optimizer.step()
-    if where.replica == where.shard == 0:
-        pair.sharded[0].grad.to_local()[0, 0] = torch.nan
-    before = [p.grad.to_local().clone() for p in pair.sharded]
-    optimizer.correct_()
-    same = [torch.equal(p.grad.to_local(), g) for p, g in zip(pair.sharded, before, strict=True)]
-    if where.replica == 0:
-        assert all(same[1:])
-    else:
-        assert not all(same)
-
-
 # Blocks by themselves.
 
 
@@ -488,20 +465,3 @@ def test_compressed_gradients_are_those_of_the_blocks(name: str) -> None:
     check_blocks(pair, blocks)
     assert name != "powersgd" or any(reference.is_compressed_mask)
     assert aggregator.bits == reference.bits > 0
-
-
-@pytest.mark.parallel([4])
-@pytest.mark.parametrize("per_shard", [False, True])
-def test_the_averager_is_gossip_optimizer(per_shard: bool) -> None:
-    where = replicas(2)
-    model, reference = where.shards(mlp()), where.shards(mlp())
-    given: Any = {"mesh": where.between, "per_shard": per_shard}
-    averager = GossipModelAverager("power-gossip", **given)
-    optimizer = PostLocalSGDOptimizer(SGD(model.parameters()), averager)
-    expected = GossipOptimizer(SGD(reference.parameters()), "power-gossip", **given)
-    run(model, optimizer, range(4), where.replica)
-    run(reference, expected, range(4), where.replica)
-    assert torch.equal(whole(model), whole(reference))
-    assert averager.bits == expected.bits > 0
-    assert averager.bits_inside == expected.bits_inside
-    assert (averager.bits_inside == 0) == per_shard

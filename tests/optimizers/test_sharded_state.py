@@ -8,14 +8,12 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from powergossip.errors import BadInput
 from powergossip.network import processes
 from powergossip.optimizers import (
     Config,
-    GossipModelAverager,
     GossipOptimizer,
     PowerSGD,
 )
@@ -130,29 +128,6 @@ def test_a_state_before_the_first_step_is_that_of_no_step() -> None:
             optimizer.step()
     check_pairs(plain, saved)
     check_pairs(plain, loaded)
-
-
-@pytest.mark.parallel([4])
-def test_a_state_of_the_averager_goes_on() -> None:
-    where = replicas(2)
-    model = where.shards(mlp())
-    averager = GossipModelAverager("power-gossip", mesh=where.between)
-    optimizer = PostLocalSGDOptimizer(SGD(model.parameters()), averager)
-    run(model, optimizer, range(3), where.replica)
-    state, values = copy.deepcopy(averager.state_dict()), copy.deepcopy(model.state_dict())
-    run(model, optimizer, range(3, 6), where.replica)
-    again = where.shards(mlp(1))
-    again.load_state_dict(values)
-    restored = GossipModelAverager("power-gossip", mesh=where.between)
-    restored.load_state_dict(state)
-    run(again, PostLocalSGDOptimizer(SGD(again.parameters()), restored), range(3, 6), where.replica)
-    assert torch.equal(whole(again), whole(model))
-    assert (restored.bits, restored.bits_inside) == (averager.bits, averager.bits_inside)
-    waiting = GossipModelAverager("power-gossip", mesh=where.between)
-    waiting.load_state_dict(state)
-    for count in (lambda: waiting.bits, lambda: waiting.bits_inside):
-        with pytest.raises(RuntimeError, match="before the next step of gossip"):
-            count()
 
 
 @pytest.mark.parallel([4])
@@ -290,8 +265,6 @@ def test_bad_input() -> None:
     ):
         with pytest.raises(ValueError, match=match):
             of(parameters, **given)
-    with pytest.raises(BadInput, match="process_group: leave it out with mesh="):
-        GossipModelAverager("dpsgd", mesh=where.between, process_group=processes())
     same = nn.Parameter(divided(torch.zeros(4, 4), where, Replicate()))
     with pytest.raises(BadInput, match="is whole in all shards"):
         PowerSGD([sharded[0], same], Config(rank=1), mesh=where.between)

@@ -24,11 +24,9 @@ from powergossip.optimizers import (
     DGC,
     DGCSGD,
     Aggregator,
-    AllReduce,
     Config,
     DGCConfig,
     ErrorFeedback,
-    GossipModelAverager,
     GossipOptimizer,
     PowerSGD,
     SignSGD,
@@ -82,18 +80,6 @@ def gossip_loop(model: nn.Module, group: Any) -> tuple[torch.optim.Optimizer, Ca
     return optimizer, step
 
 
-def averager_loop(model: nn.Module, group: Any) -> tuple[torch.optim.Optimizer, Callable[[], None]]:
-    optimizer = OPTIMIZERS["momentum"](model)
-    averager = GossipModelAverager("power-gossip", process_group=group)
-
-    def step() -> None:
-        optimizer.step()
-        averager.average_parameters(optimizer.param_groups)
-        optimizer.zero_grad()
-
-    return optimizer, step
-
-
 def gradient_loop(make: Callable[[nn.Module, Any], Any]) -> Loop:
     def loop(model: nn.Module, group: Any) -> tuple[torch.optim.Optimizer, Callable[[], None]]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -105,9 +91,7 @@ def gradient_loop(make: Callable[[nn.Module, Any], Any]) -> Loop:
 
 LOOPS: dict[str, Loop] = {
     "gossip": gossip_loop,
-    "averager": averager_loop,
     "powersgd": gradient_loop(lambda m, g: PowerSGD(m.parameters(), AT_ONCE, process_group=g)),
-    "all-reduce": gradient_loop(lambda m, g: AllReduce(process_group=g)),
     "dgc": gradient_loop(
         lambda m, g: DGC(m.parameters(), DGCConfig(compress_ratio=0.3), process_group=g)
     ),
@@ -173,9 +157,7 @@ def test_a_compiled_training_step_is_the_same(name: str) -> None:
 
 
 @pytest.mark.parallel([2])
-@pytest.mark.parametrize(
-    "name", ["gossip", "averager", "powersgd", "overlapping", "learning", "hook"]
-)
+@pytest.mark.parametrize("name", ["gossip", "powersgd", "overlapping", "learning", "hook"])
 def test_a_loop_that_is_over_is_freed(name: str) -> None:
     """A program can train one model after the other: nothing refers to their parameters."""
     group = MPI.COMM_WORLD.Dup()  # whose first optimizer has the barrier at exit
@@ -297,8 +279,7 @@ def scaled_loop(
     group: Any = None,
 ) -> Tensor:
     """The parameters after a loop with a GradScaler. The loss of process 1 overflows in step -1."""
-    unlisted = AllReduce(process_group=group) if name == "all-reduce" else Whole()
-    make, momentum = RESUMED.get(name, (lambda m, g: unlisted, 0.9))
+    make, momentum = RESUMED.get(name, (lambda m, g: Whole(), 0.9))
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
     aggregator = make(model, group)
@@ -331,7 +312,7 @@ def test_gradients_may_be_scaled_clipped_and_cleared(name: str, clip: float | No
 
 
 @pytest.mark.parallel([2])
-@pytest.mark.parametrize("name", [*RESUMED, "all-reduce"])
+@pytest.mark.parametrize("name", RESUMED)
 def test_a_step_that_overflows_in_one_process_is_left_out_in_all(name: str) -> None:
     """Parameters, errors and momentum are those of the loop without it. All are those of a group:
     process 0 alone takes the step."""
@@ -346,7 +327,7 @@ def test_a_step_that_overflows_in_one_process_is_left_out_in_all(name: str) -> N
 
 
 @pytest.mark.parallel([2])
-@pytest.mark.parametrize("name", ["powersgd", "gossip", "averager"])
+@pytest.mark.parametrize("name", ["powersgd", "gossip"])
 def test_a_state_is_that_of_a_worker_among_as_many(name: str) -> None:
     """It is no other worker's, as in a file that process 0 alone has written."""
     who = processes()
@@ -355,10 +336,6 @@ def test_a_state_is_that_of_a_worker_among_as_many(name: str) -> None:
         model = mlp()
         if name == "gossip":
             return gossip_of(model, group)
-        if name == "averager":
-            averager = GossipModelAverager("power-gossip", process_group=group)
-            averager.average_parameters(model.parameters())
-            return averager
         return RESUMED[name][0](model, group)
 
     own = made()
@@ -380,7 +357,6 @@ def test_arguments_of_gradient_aggregations_are_checked() -> None:
     for make in (
         lambda: PowerSGD(mlp().parameters(), AT_ONCE, network, process_group=ALONE),
         lambda: DGC(mlp().parameters(), None, network, process_group=ALONE),
-        lambda: AllReduce(network, process_group=ALONE),
     ):
         with pytest.raises(ValueError, match="process_group"):
             make()

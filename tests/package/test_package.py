@@ -36,7 +36,6 @@ TOP_LEVEL = {"algorithms", "compressors", "gossip_run", "topologies", "train"}
 BASE = {
     "atomic_files",
     "checks",
-    "deprecated",
     "errors",
     "exits",
     "formatting",

@@ -8,7 +8,7 @@ import pytest
 
 from powergossip import reading
 from powergossip.checks import BadValue
-from powergossip.events import event_log, scenario
+from powergossip.events import scenario
 from powergossip.reading import Unreadable
 
 LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
@@ -83,8 +83,6 @@ def test_files_that_are_rejected(tmp_path: Path) -> None:
             reading.text(Path(name))
         with pytest.raises(BadValue):
             scenario.load(name)
-        with pytest.raises(BadValue):
-            event_log.read(Path(name))
 
 
 def test_a_pipe_is_read() -> None:

@@ -19,7 +19,7 @@ import train
 from powergossip.consensus.sweep import Sweep
 from powergossip.errors import BadInput
 from powergossip.network import processes
-from powergossip.optimizers import GossipModelAverager, GossipOptimizer, GossipState
+from powergossip.optimizers import GossipOptimizer, GossipState
 from powergossip.runs import configuration
 from powergossip.tasks import TASKS, Datasets, DatasetTask
 from powergossip.topologies import TOPOLOGIES, Round, Topology
@@ -98,7 +98,6 @@ def test_a_graph_that_differs_is_rejected_wherever_it_is_used(
     config["topology"] = "pair"
     for action in (
         lambda: GossipOptimizer(local, "dpsgd", topology="pair"),
-        lambda: GossipModelAverager("dpsgd", topology="pair"),
         lambda: GossipState(local, "dpsgd", topology="pair"),
         lambda: Sweep(config, processes()),
         lambda: trainer(topology="pair"),

@@ -26,7 +26,6 @@ from powergossip.training.methods import check_method
 
 ALONE = Processes()
 LEAK = "mine: a worker learns of another one without a message"
-STATE = "mine goes on differently from a checkpoint"
 Step = Callable[..., Any]
 
 
@@ -83,32 +82,6 @@ class Averages:
         vars(self).update(state)
 
 
-class Remembers(Averages):
-    """And + β (x_i − the last x_i)."""
-
-    def step(self, x: Tensor) -> Any:
-        momentum = 0 if self.before is None else x - self.before
-        self.before = x.clone()
-        x.copy_((yield ToAll(x)).mean(1) + 0.3 * momentum)
-
-
-class Complete(Remembers):
-    names = ("before",)
-
-
-class Counts(Averages):
-    """Messages in every fifth step, and a tensor that changes in place."""
-
-    names = ("before",)
-
-    def step(self, x: Tensor) -> Any:
-        self.steps += 1
-        self.before = x.clone() if self.before is None else self.before.lerp_(x, 0.5)
-        x.lerp_(self.before, 0.1)
-        if self.steps % 5 == 0:
-            x.copy_((yield ToAll(x)).mean(1))
-
-
 class Rarely(Averages):
     names = ("steps",)
 
@@ -146,17 +119,13 @@ def silent(self: Any, *tensors: Tensor) -> Any:
 
 AVERAGES = [
     (Averages, None),
-    (Complete, None),
     (Rarely, None),
-    (Remembers, STATE),
-    (Counts, STATE),
     (WithoutState, "optimizer=mine has no state_dict; checkpoints need it"),
     (WithoutLoad, "optimizer=mine has no load_state_dict; checkpoints need it"),
     *rows(
         Averages,
         (lambda self, x: x.lerp_((yield ToAll(x)).mean(1), float(torch.rand(()))), None),
         (lambda self, x: x.lerp_((yield ToAll(x)).mean(1), own_random()), None),
-        (lambda self, x: x.mul_(m := (yield ToAll(x)).norm()).div_(m).add_(1), None),  # 0 / 0
         (lambda self, x: (yield ToAll(x)).mean(1), "optimizer=mine does not change x; a step"),
         (lambda self, x: (yield x), "yielded Tensor; use ToAll, ToEach, Mean or Gather"),
         (lambda self, x: (yield ToAll(x[0])), r"ToAll of a tensor \(1024,\): use one of shape"),
@@ -196,13 +165,6 @@ class Scheduled(Aggregates):
         mean.mul_(self.rate * (1 + self.epoch))
 
 
-class Momentum(Aggregates):
-    def step(self, gradient: Tensor, mean: Tensor) -> Any:
-        yield from super().step(gradient, mean)
-        self.last = 0.9 * self.last + mean
-        mean.copy_(self.last)
-
-
 class RarelyFilled(Aggregates):
     names = ("steps",)
 
@@ -214,15 +176,6 @@ class RarelyFilled(Aggregates):
             yield from super().step(gradient, mean)
 
 
-class LeaksInTheLastStep(Aggregates):
-    def step(self, gradient: Tensor, mean: Tensor) -> Any:
-        self.steps += 1
-        own = gradient.mean(0)
-        yield from super().step(gradient, mean)
-        if self.steps == trials.STEPS + trials.MORE:
-            mean.copy_(own.expand_as(mean))
-
-
 def stacked(pieces: Any) -> Tensor:
     return torch.stack(pieces).mean(0)
 
@@ -231,54 +184,16 @@ AGGREGATES = [
     (Aggregates, None),
     (Scheduled, None),
     (RarelyFilled, None),
-    (Momentum, STATE),
-    (LeaksInTheLastStep, LEAK),
     *rows(
         Aggregates,
         (lambda self, g, mean: mean.copy_(stacked((yield Gather(list(g.clone()))))), None),
         (lambda self, g, mean: (yield Mean(g)), "optimizer=mine does not change mean"),
         (silent, "optimizer=mine sends no messages; a step yields them"),
-        (
-            lambda self, g, mean: mean.copy_((yield Mean(g))).lerp_(g, 0.5),
-            "optimizer=mine fills mean with another one for each worker",
-        ),
         (lambda self, g, mean: mean.copy_((yield Mean(g)) * 0 + g.mean(0)), LEAK),
         (lambda self, g, mean: (yield Gather(list(g[:, 0]))), "Gather of a piece of shape"),
         (lambda self, g, mean: (yield Gather([g[0]])), "Gather of 1 pieces: use one for each"),
     ),
 ]
-
-
-class KeepsIndices(compressors.Identity):
-    """Half of the elements, from the second message on others. The receiver cannot know them."""
-
-    index: Any
-
-    def fields(self, rows: int, columns: int) -> Any:
-        return (compressors.Field(torch.float32, rows * columns // 2),)
-
-    def compress(self, v: Tensor, stream: Any) -> Any:
-        half, first = v[0, 0].numel() // 2, not hasattr(self, "index")
-        self.__dict__["index"] = torch.arange(half) + (0 if first else half)
-        return (v.flatten(-2)[..., self.index],)
-
-    def decompress(self, fields: Any, out: Tensor, stream: Any) -> None:
-        index = getattr(self, "index", torch.arange(fields[0].shape[-1]))
-        out.flatten(-2).index_add_(-1, index, fields[0])
-
-
-class FailsElsewhere(KeepsIndices):
-    def decompress(self, fields: Any, out: Tensor, stream: Any) -> None:
-        out.flatten(-2).index_add_(-1, self.index, fields[0])
-
-
-class AtRandom(compressors.RandomK):
-    """Positions of the stream, which differ between steps."""
-
-
-class OverwrittenOut(compressors.Identity):
-    def decompress(self, fields: Any, out: Tensor, stream: Any) -> None:
-        out.flatten(-2).copy_(fields[0])
 
 
 class NotFlat(compressors.Identity):
@@ -303,10 +218,6 @@ class AssignedOut(compressors.Identity):
 
 
 COMPRESSES = [
-    (AtRandom, None),
-    (KeepsIndices, "compressor=mine decompresses the same fields differently in"),
-    (FailsElsewhere, "compressor=mine decompresses the same fields differently in"),
-    (OverwrittenOut, "compressor=mine assigns to out in decompress; add"),
     (AssignedOut, "optimizer=choco with compressor=mine does not change x"),
     (NotFlat, r"NotFlat.compress returned shape \(4, 1, 32, 32\) for field 0; use"),
     (OneField, r"OneField.fields returned Field\(.*\); use a tuple of Fields"),
@@ -343,24 +254,6 @@ class Never(Rule):
     period = 10**6
 
 
-class ForgetsAnchor(Rule):
-    state: ClassVar[Any] = {"steps": Variable.RESET}
-
-
-class ForgetsSum(Rule):
-    """And the sum of the displacements since the last messages, which is not in the state."""
-
-    period = 12
-    _sum: Any = 0
-
-    def update(self, u: Tensor | None) -> None:
-        assert u is not None
-        self._sum = self._sum + u
-        if self.exchanging:
-            self._x.add_(self._sum)
-            self._sum = 0
-
-
 class LacksVariable(Rule):
     state: ClassVar[Any] = {"other": Variable.KEPT}
 
@@ -373,12 +266,6 @@ class Method(Rule):
 class ReadsGradients(Rule):
     def direct(self, g: Tensor) -> None:
         g.copy_(g.mean(0).expand_as(g))
-
-
-class Noisy(Rule):
-    def update(self, u: Tensor | None) -> None:
-        super().update(u)
-        self._x.add_(0.01 * torch.randn_like(self._x))
 
 
 class LeaksAtTheEndOfARound(Rule):
@@ -407,13 +294,10 @@ LEARNS = [
     (Rule, None),
     (Seldom, None),
     (Never, "learning=mine sends no messages; a step yields them"),
-    (ForgetsAnchor, STATE),
-    (ForgetsSum, STATE),
     (LacksVariable, "LacksVariable.state has 'other': use self._other for the variable"),
     (Method, "Method.exchanging: use a property; a method is true in every step"),
     (partial(Rule, local_steps=2), "learning=mine is the row .*; use a class derived from Goss"),
     (ReadsGradients, LEAK),
-    (Noisy, None),
     (AssignedX, "learning=mine does not change x by gradients"),
     (Names, r"Names.state=\('anchor',\): use a mapping from names to Variable"),
     (Generates, "Generates.step: use the methods of GossipRule, such as update"),
@@ -443,20 +327,13 @@ def test_rows_of_a_script_are_tried_before_data_are_loaded(
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize(("registry", "row"), [(AVERAGING, Complete), (LEARNING, Rule)])
+@pytest.mark.parametrize(("registry", "row"), [(AVERAGING, Averages), (LEARNING, Rule)])
 @pytest.mark.parametrize(("topology", "n"), [("one-peer-exponential", 4), ("ring", 1)])
 def test_rows_are_tried_on_the_topology_of_the_run(
     topology: str, n: int, registry: dict[str, Any], row: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After the steps of a trial, a period of the topology may not be over."""
     try_row(registry, row, monkeypatch, topology, n)
-
-
-@pytest.mark.parametrize("n", [2, 3, 16, 65])
-def test_of_two_workers_each_is_changed_without_the_other(n: int) -> None:
-    sets = torch.stack(list(trials.halves(n)))
-    apart = (sets[:, :, None] & ~sets[:, None]).any(0)  # [changed, not changed]
-    assert apart.sum() == n * (n - 1)
 
 
 @pytest.mark.long

@@ -8,17 +8,15 @@ Modules::
     resuming.py   resuming with lost or other workers
 """
 
-from pathlib import Path
 from typing import Any
 
 from powergossip import ulfm
-from powergossip.events import event_log, scenario
-from powergossip.events.replay import Replay
+from powergossip.events import scenario
 from powergossip.events.virtual_clock import VirtualClock
 from powergossip.events.wall_clock import WallClock
 from powergossip.network import Processes, hosted_workers
 from powergossip.network.resilient.links import Links
-from powergossip.training.asynchronous.execution import AcrossProcesses, OnVirtualClock, lines_of
+from powergossip.training.asynchronous.execution import AcrossProcesses, OnVirtualClock
 from powergossip.training.asynchronous.workers import EdgeWorkers
 from powergossip.training.config import Settings
 from powergossip.training.execution import Computation
@@ -51,16 +49,5 @@ def make(run: Computation, links: Links | None) -> OnVirtualClock | AcrossProces
         )
         return AcrossProcesses(run, links, workers, wall)
     drawn = scenario.read(c.scenario or {}, c.n_workers, c.seed)
-    virtual: VirtualClock | Replay
-    if drawn.replay is not None:
-        path = Path(drawn.replay)
-        entries = event_log.read(path, complete=True)
-        event_log.check(path, entries, lines_of(run), c.num_epochs)
-        virtual = Replay(
-            entries, run.steps_per_epoch, models, workers.make, workers.compute, counter
-        )
-    else:
-        virtual = VirtualClock(
-            drawn, models, workers.make, workers.compute, c.record_order, counter
-        )
+    virtual = VirtualClock(drawn, models, workers.make, workers.compute, counter)
     return OnVirtualClock(run, workers, virtual)

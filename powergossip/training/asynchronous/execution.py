@@ -1,15 +1,12 @@
 """Executions where every worker takes its steps at its own time."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from powergossip.algorithms.difference_code import DifferenceCode
-from powergossip.events import event_log
-from powergossip.events.replay import Replay
 from powergossip.events.virtual_clock import VirtualClock
 from powergossip.events.wall_clock import WallClock
 from powergossip.network import Network
@@ -23,31 +20,21 @@ from powergossip.training.live_models import AliveWorkers
 from powergossip.training.measurements import Rows
 from powergossip.training.position import Moment, Position
 
-ORDER = "order.jsonl"  # in the folder of a run
-
-
-def lines_of(run: Computation) -> list[event_log.Entry]:
-    """The lines that tell a run from others, in the file of its events."""
-    return event_log.run_entries(
-        run.config.n_workers, run.steps_per_epoch, run.network.topology.edges
-    )
-
 
 class OnVirtualClock(Execution):
     """All workers are in this process. A clock lets them live in the order of virtual time.
 
     Args:
         workers: Workers of this process.
-        clock: A VirtualClock or a Replay.
+        clock: Clock that lets them live.
     """
 
     time_is_virtual = True
 
-    def __init__(self, run: Computation, workers: EdgeWorkers, clock: VirtualClock | Replay):
+    def __init__(self, run: Computation, workers: EdgeWorkers, clock: VirtualClock):
         super().__init__(AliveWorkers(run.network, run.parameters, lambda: clock.alive))
         self.workers, self.clock, self.run = workers, clock, run
         self.parts = {"events": self}
-        self._file: Path | None = None  # of the order of events
 
     @property
     def codes(self) -> Sequence[DifferenceCode]:
@@ -55,12 +42,6 @@ class OnVirtualClock(Execution):
 
     def seconds(self) -> float:
         return self.clock.now
-
-    def begin(self, folder: Path) -> None:
-        if self.run.config.record_order:
-            self._file = folder / ORDER
-            self._file.unlink(missing_ok=True)
-            event_log.write(self._file, lines_of(self.run))
 
     def train_step(self, epoch: int, step: int) -> dict[str, Tensor]:
         """Train until the workers alive have taken one more step on average.
@@ -70,19 +51,9 @@ class OnVirtualClock(Execution):
         with self.run.clock("averaging"):
             self.step += 1
             self.clock.run(self.step)
-            self._write_order()
         if self.step % self.workers.steps_per_epoch:
             return {}
         return self.workers.take_sums()
-
-    def end_epoch(self, epoch: int) -> None:
-        self.clock.end_epoch(epoch)
-        self._write_order()
-
-    def _write_order(self) -> None:
-        if self._file is not None:
-            event_log.write(self._file, self.clock.order)
-            self.clock.order.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but x, as the bytes of a file: events uint8 [1, bytes]."""
@@ -117,7 +88,6 @@ class AcrossProcesses(Execution):
         self.links, self.workers, self.clock, self.run = links, workers, clock, run
         self.parts = {"events": self}
         self.is_away = links.is_away
-        self._folder: Path | None = None  # of the run, once it has begun
         self._epoch = 0
         clock.of_run = lambda: {
             "epoch": self._epoch,
@@ -140,16 +110,7 @@ class AcrossProcesses(Execution):
     def rows(self, hooks: Hooks, network: Network) -> Rows:
         return SharedRows(hooks, network, self.seconds)
 
-    # --- Start and end ---
-
-    def begin(self, folder: Path) -> None:
-        self._folder = folder
-        if self.run.config.record_order:
-            (folder / ORDER).unlink(missing_ok=True)
-            own = self.clock.order_file = folder / _order_of(self.links.process)
-            own.unlink(missing_ok=True)
-            views = [event_log.Entry(0.0, "views", -1, -1, -1)]  # messages carry them
-            event_log.write(own, lines_of(self.run) + views * self.clock.survives)
+    # --- End ---
 
     def end(self, last: Callable[[], None]) -> None:
         """The process that writes calls it. If that is lost meanwhile, the next one does."""
@@ -157,25 +118,9 @@ class AcrossProcesses(Execution):
         while not done:
             writes = self.links.group.writes
             if writes:
-                self._merge_order()
                 last()
             done = any(self.links.group.gather(writes))
         self.links.finish()
-
-    def _merge_order(self) -> None:
-        """Merge the order of events that each process has written, in one of them."""
-        if not self.run.config.record_order:
-            return
-        assert self._folder is not None
-        file = self._folder / ORDER
-        everybody = sorted(set(self.links.homes.values()))
-        files = [self._folder / _order_of(process) for process in everybody]
-        if not file.exists():  # or else by a process that was lost
-            parts = [event_log.read(part) for part in files if part.exists()]
-            lost = set(self.links.homes) - set(self.clock.everybody)
-            event_log.write_whole(file, event_log.merged(parts, lost))
-        for part in files:
-            part.unlink(missing_ok=True)
 
     def close(self) -> None:
         self.links.close()
@@ -217,9 +162,6 @@ class AcrossProcesses(Execution):
         steps = [worker.steps for worker in self.clock.workers.values()]
         return max(0, min(sum(steps) // len(steps), end - 1) - first)
 
-    def end_epoch(self, epoch: int) -> None:
-        self.clock.end_epoch(epoch)
-
     # --- State ---
 
     def state_dict(self) -> dict[str, Any]:
@@ -256,10 +198,6 @@ class AcrossProcesses(Execution):
         for index in self.workers.rows:
             if index in state["locals"]:
                 self.workers.load_local(index, state["locals"][index])
-
-
-def _order_of(process: int) -> str:
-    return f"order-{process}.jsonl"
 
 
 def _joined(sums: Sequence[Mapping[str, list[float]]]) -> dict[str, list[list[float]]]:
