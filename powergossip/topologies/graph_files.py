@@ -2,8 +2,10 @@
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import numpy as np
 from scipy.sparse import csr_array
@@ -13,13 +15,15 @@ from powergossip.topologies.static import adjacency, from_edges
 from powergossip.topologies.topology import Round, Topology, check_connected
 from powergossip.topologies.weights import Weights, metropolis_hastings, uniform
 
+_Line: TypeAlias = tuple[int, list[str]]  # its number and words
+
 
 def is_path(name: str) -> bool:
     """True if a value of `topology` is the path of a file instead of a name."""
     separators = {os.sep, "/", os.altsep or os.sep}
     return (
         any(s in name for s in separators)
-        or Path(name).suffix in (".edgelist", ".adjlist", ".txt")
+        or Path(name).suffix in (".edgelist", ".adjlist", ".txt", *_OF_NETWORKX)
         or Path(name).is_file()
     )
 
@@ -27,13 +31,16 @@ def is_path(name: str) -> bool:
 def from_file(
     path: Path, n_workers: int, *, weights: Weights = metropolis_hastings, directed: bool = False
 ) -> Topology:
-    """Read the graph from an edge-list or adjacency file, as networkx writes them.
+    """Read the graph from an edge-list or adjacency file, as networkx writes them, or from another
+    file that networkx reads: .gml, .graphml, .gexf, .net (Pajek) or .mtx (Matrix Market).
 
     - Edge list: two workers per line, each edge in one or both directions. Attributes after them
       (networkx's `{...}`, a weight) are ignored, but weights must be equal.
     - Adjacency list: a worker followed by its neighbors, each edge once or twice.
-    - `#` starts a comment.
-    - The first line may be the number of workers.
+    - `#` starts a comment, and `%` a line that is one.
+    - The first line may be the number of workers, or names of columns. Where it is the number of
+      workers, maybe with the number of edges (METIS), each further line may have the neighbors
+      only.
 
     The suffix .edgelist or .adjlist determines the format. For other suffixes the contents do:
     lines of two names mean the same in both formats. If the names are 0 … n−1, they are the worker
@@ -58,7 +65,8 @@ def from_file(
     index: dict[str, int] = {}  # name → position in the file
     pairs: list[int] = []
     numbers: list[int] = []  # line of each edge
-    for number, first, others in _read_lines(path):
+    is_networkx = path.suffix in _OF_NETWORKX
+    for number, first, others in (_read_graph if is_networkx else _read_lines)(path):
         own = index.setdefault(first, len(index))
         for name in others:
             pairs += own, index.setdefault(name, len(index))
@@ -148,14 +156,12 @@ def _read_lines(path: Path) -> Iterator[tuple[int, str, list[str]]]:
     except reading.Unreadable as error:
         raise ValueError(f"topology {path} cannot be read: {error}") from error
     numbered = ((k, line.partition("#")[0].split()) for k, line in enumerate(text.split("\n"), 1))
-    lines = [(k, words) for k, words in numbered if words]
+    lines = [(k, words) for k, words in numbered if words and not words[0].startswith("%")]
 
     is_edge_list = path.suffix == ".edgelist"
     if path.suffix not in (".edgelist", ".adjlist"):
         is_edge_list = any("{" in word for _, words in lines for word in words)
-    names = {name for _, words in lines[1:] for name in (words[:2] if is_edge_list else words)}
-    if lines and lines[0][1] == [str(len(names))]:
-        lines = lines[1:]
+    lines = _without_header(lines, is_edge_list)
     is_known = is_edge_list or path.suffix == ".adjlist"
     if not is_known and lines and all(len(words) == 3 for _, words in lines):
         raise ValueError(
@@ -189,7 +195,52 @@ def _read_lines(path: Path) -> Iterator[tuple[int, str, list[str]]]:
         yield number, first, others
 
 
-_FORMS = "use two workers in a line, or a worker and its neighbors"
+def _without_header(lines: list[_Line], is_edge_list: bool) -> list[_Line]:
+    """The lines without the header, each with a worker and its neighbors."""
+    (_, header), rest = lines[0] if lines else (0, []), lines[1:]
+    names = {name for _, words in rest for name in (words[:2] if is_edge_list else words)}
+    if not rest or not all(map(str.isdecimal, names)):
+        return lines
+    if not any(map(str.isdecimal, header)):
+        return rest
+    if header[0] != str(len(names)) or len(header) > 2:
+        return lines
+    rows = {str(i): words for i, (_, words) in enumerate(rest, min(map(int, names)))}
+    both_ways = all(i != j and i in rows.get(j, ()) for i in rows for j in rows[i])
+    if both_ways and len(rest) == len(names) and not is_edge_list:
+        return [(k, [i, *words]) for i, (k, words) in zip(rows, rest, strict=True)]
+    return rest if len(header) == 1 else lines
+
+
+def _read_graph(path: Path) -> Iterator[tuple[int, str, list[str]]]:
+    """The same, without lines, of a file that networkx reads. Self-loops are ignored."""
+    import networkx as nx
+    from scipy.io import mmread
+
+    readers: dict[str, Callable[[Path], Any]] = {
+        ".gml": partial(nx.read_gml, label="id"),
+        ".graphml": nx.read_graphml,
+        ".gexf": nx.read_gexf,
+        ".net": nx.read_pajek,
+        ".mtx": lambda path: nx.from_scipy_sparse_array(csr_array(mmread(path))),
+    }
+    try:
+        found = readers[path.suffix](path)
+    except Exception as error:  # of the readers, of many types
+        raise ValueError(f"topology {path} cannot be read: {error}") from error
+    graph = nx.DiGraph(found) if found.is_directed() else nx.Graph(found)
+    for node in graph:
+        yield 0, str(node), []
+    for a, b in graph.edges():
+        if a != b:
+            yield 0, str(a), [str(b)]
+
+
+_OF_NETWORKX = (".gml", ".graphml", ".gexf", ".net", ".mtx")
+_FORMS = (
+    "use two workers in a line, or a worker and its neighbors, or a file whose name ends in "
+    f"{', '.join(_OF_NETWORKX)}"
+)
 _NO_NAME = re.compile(r'[{}\[\](),;:*"]|(?<!\S)\d+\.\d+(e[-+]\d+)?(?!\S)')
 _NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
 _WEIGHT = re.compile(

@@ -312,7 +312,7 @@ def test_gradients_may_be_scaled_clipped_and_cleared(name: str, clip: float | No
 
 
 @pytest.mark.parallel([2])
-@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.parametrize("name", [*RESUMED, "of a user"])
 def test_a_step_that_overflows_in_one_process_is_left_out_in_all(name: str) -> None:
     """Parameters, errors and momentum are those of the loop without it. All are those of a group:
     process 0 alone takes the step."""

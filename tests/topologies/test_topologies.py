@@ -680,11 +680,28 @@ def test_a_file_may_have_comments_and_stand_in_the_working_folder(
         ("a.txt", "\ufeff0 1\n1 2\n"),
         ("a.adjlist", "0 1\n1 0 2\n2 1\n"),
         ("a.edges", "3\n0 1\n1 0\n1 2\n2 1\n"),  # of decentralizepy
+        ("a.adj", "3\n1\n0 2\n1\n"),
         ("a.edgelist", "3\n0 1 0.5\n1 2 0.5\n"),
+        ("a.txt", "source target\n0 1\n1 2\n"),
+        ("out.konect", "% sym unweighted\n% 2 3 3\n1 2\n2 3\n"),
+        ("a.graph", "% METIS\n3 2\n2\n1 3\n2\n"),
+        ("a.gml", 'graph [\nnode [\nid 0\nlabel "A b"\n]\nnode [\nid 1\n]\nnode [\nid 2\n]\n'
+                  "edge [\nsource 1\ntarget 0\nspeed 2.5\n]\nedge [\nsource 1\ntarget 2\n]\n]\n"),
+        ("a.net", "*Vertices 3\n1 \"0\"\n2 \"1\"\n3 \"2\"\n*Edges\n1 2\n2 3\n"),
+        ("a.mtx", "%%MatrixMarket matrix coordinate pattern symmetric\n3 3 3\n2 1\n3 2\n3 3\n"),
     ],
-)
+)  # fmt: skip
 def test_files_in_other_forms(tmp_path: Path, name: str, text: str) -> None:
     assert make(write(tmp_path, name, text), 3).edges.tolist() == [[0, 1], [1, 2]]
+
+
+@pytest.mark.parametrize("suffix", ["gml", "graphml", "gexf"])
+def test_files_of_networkx_come_back(suffix: str, tmp_path: Path) -> None:
+    path, graph = tmp_path / f"a.{suffix}", nx.cycle_graph(4, create_using=nx.DiGraph)
+    getattr(nx, f"write_{suffix}")(graph, path)
+    same_as(make(str(path), 4), make("ring", 4))
+    found = make(str(path), 4, options={"directed": True})
+    same_as(found, make("unidirectional-ring", 4))
 
 
 def test_workers_are_the_sorted_names_of_a_file(tmp_path: Path) -> None:
@@ -713,6 +730,8 @@ def test_workers_are_the_sorted_names_of_a_file(tmp_path: Path) -> None:
         ("a.adjlist", "7\n0 1\n1 2\n", 4, "worker 7 has no neighbor; use two workers"),
         ("a.txt", "0.0e+00 1.0e+00\n1.0e+00 0.0e+00\n", 2, 'line 1: "0.0e.00" .* two workers'),
         ("a.txt", "0 1 0 1\n1 0 1 0\n0 1 0 1\n1 0 1 0\n", 4, "line 1: worker 0 .* two workers"),
+        ("a.txt", "*Vertices 2\n*Edges\n1 2\n", 2, "line 1: .*Vertices.* or .*\\.net"),
+        ("a.gml", "graph [", 2, "a.gml cannot be read"),
     ],
 )
 def test_bad_files_are_rejected(tmp_path: Path, name: str, text: str, n: int, message: str) -> None:
