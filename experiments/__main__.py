@@ -6,7 +6,8 @@ python -m experiments status [NAME]            count completed, failed and missi
 python -m experiments report NAME              make the page, its tables (CSV) and pictures
 python -m experiments report NAME --publish    also copy them to docs/results
 
---launcher mpirun: a process for each worker, process: all workers in one process
+--launcher mpirun or torchrun: on this machine, process: all workers in one process,
+slurm: a job per run
 """
 
 import argparse
@@ -32,13 +33,17 @@ from powergossip.runner.runner import (
     sentence_case,
 )
 
+JOBS = 64  # default limit of concurrent Slurm jobs
+
 
 def main(arguments: Sequence[str]) -> None:
     """Carry out a command line. Raises BadInput; exits with 1 if a run failed."""
     parser = command_line.parser("python -m experiments", __doc__ or "")
     parser.add_argument("command", choices=["list", "run", "status", "report"])
     parser.add_argument("name", nargs="?", help="an experiment")
-    parser.add_argument("--cores", type=int, help="cores for concurrent runs")
+    parser.add_argument(
+        "--cores", type=int, help="cores for concurrent runs; with Slurm: concurrent jobs"
+    )
     parser.add_argument("--launcher", default="mpirun", help=", ".join(LAUNCHERS))
     parser.add_argument("--dry-run", action="store_true", help="print the commands only")
     parser.add_argument("--publish", action="store_true", help="copy the report to docs/results")
@@ -53,7 +58,7 @@ def main(arguments: Sequence[str]) -> None:
     if options.name is None:
         _status_of_all()
         return
-    cores = options.cores or os.cpu_count() or 1
+    cores = options.cores or (JOBS if options.launcher == "slurm" else os.cpu_count() or 1)
     experiment, folder = EXPERIMENTS[options.name], Folder(options.name)
     if options.command == "status":
         print_status(experiment, folder)

@@ -3,7 +3,7 @@
     powergossip-benchmark new my_method.py          a file to begin with, which runs as it is
     powergossip-benchmark list                      tasks, tiers and entries
     powergossip-benchmark run my_method.py          all tasks of the quick tier; resumes
-    powergossip-benchmark run my_method.py --tier full
+    powergossip-benchmark run my_method.py --tier full --launcher slurm
     powergossip-benchmark run d-psgd --task fashion_mnist_sorted
     powergossip-benchmark show                      tables of all entries
     powergossip-benchmark show my_method            and the method beside each of the others
@@ -32,12 +32,14 @@ from powergossip.errors import BadInput, reason
 from powergossip.formatting import plain
 
 OUTPUT = Path("output/benchmark")
+LAUNCHERS = ("process", "slurm")
+JOBS = 64  # default limit of concurrent Slurm jobs
 TEMPLATES = Path(__file__).parent / "templates"
 KINDS = ("averaging", "compressor")  # the first one by default
 COMMANDS: dict[str, set[str]] = {  # and their options
     "new": {"kind"},
     "list": {"tier", "folder"},
-    "run": {"tier", "task", "cores", "folder"},
+    "run": {"tier", "task", "cores", "launcher", "folder"},
     "show": {"tier", "task", "folder", "output"},
     "check": {"folder"},
     "submit": {"folder", "output"},
@@ -71,7 +73,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("method", nargs="?", help="a file NAME.py or NAME.json, or an entry's name")
     parser.add_argument("--tier", help=f"{', '.join(TIERS)}; by default {QUICK}")
     parser.add_argument("--task", action="append", help="a task, repeatable; by default all")
-    parser.add_argument("--cores", type=int, help="cores for concurrent runs")
+    parser.add_argument("--cores", type=int, help="cores for concurrent runs; Slurm: jobs")
+    parser.add_argument("--launcher", help=f"{', '.join(LAUNCHERS)}; by default {LAUNCHERS[0]}")
     parser.add_argument("--folder", type=Path, help=f"folder of runs and results; {OUTPUT}")
     parser.add_argument("--output", type=Path, help="folder of show's page; clone of submit")
     parser.add_argument("--kind", help=f"{', '.join(KINDS)} of a new file; by default {KINDS[0]}")
@@ -83,6 +86,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
             accepted = ", ".join(f"--{n}" for n in sorted(COMMANDS[options.command]))
             raise BadInput(f"{options.command} has no option --{name}; use {accepted}")
         checks.one_of("--tier", options.tier or QUICK, TIERS)
+        checks.one_of("--launcher", options.launcher or LAUNCHERS[0], LAUNCHERS)
         checks.one_of("--kind", options.kind or KINDS[0], KINDS)
         for name in options.task or ():
             checks.one_of("--task", name, TASKS)
@@ -96,7 +100,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         raise BadInput("new needs the name of a file, such as my_method.py")
     if options.command == "list" and options.method is not None:
         raise BadInput(f"list takes no method; use show {options.method}")
-    options.tier = options.tier or QUICK
+    options.tier, options.launcher = options.tier or QUICK, options.launcher or LAUNCHERS[0]
     options.repetition, options.folder = options.folder, options.folder or OUTPUT
     return options
 
@@ -166,9 +170,9 @@ def _run(options: argparse.Namespace) -> None:
     most = max(len(entry.settings[task.name]) for task in campaign.tasks)
     if most > TRIES[options.tier]:
         print(f"of up to {most} settings of a task, the first {TRIES[options.tier]} are tried")
-    cores = options.cores or os.cpu_count() or 1
+    cores = options.cores or (JOBS if options.launcher == "slurm" else os.cpu_count() or 1)
     with campaign.folder.claimed():
-        failed = carry_out(campaign.experiment, campaign.folder, cores, "process")
+        failed = carry_out(campaign.experiment, campaign.folder, cores, options.launcher)
     for run in failed:
         print(f"failed: {campaign.folder.of(run) / 'log.txt'}", file=sys.stderr)
     results = campaign.results()

@@ -15,6 +15,7 @@ PACKAGES = GUARD.parents[2]
 
 # In a run's folder:
 RUNNING = "running"  # locked by the launcher and by the processes of the run
+SLURM = "slurm"  # number of a Slurm job without a known end, once it has begun
 
 
 @dataclass(frozen=True)
@@ -26,12 +27,14 @@ class Job:
         processes: Number of MPI processes.
         log: File to which its output is appended.
         folder: Folder of the job alone. No two jobs of a folder run at the same time.
+        name: Name shown by Slurm.
     """
 
     command: Sequence[str]
     processes: int
     log: Path
     folder: Path
+    name: str
 
 
 class Launcher(Protocol):
@@ -42,8 +45,8 @@ class Launcher(Protocol):
         """Run a job, wait for its end, and return its exit code."""
 
     def leave(self) -> None:
-        """End the runner (Ctrl-C), and its jobs. The calls that wait for jobs return. The start of
-        another job raises KeyboardInterrupt."""
+        """End the runner (Ctrl-C). Jobs on this machine are ended as well, and Slurm jobs continue.
+        The calls that wait for jobs return. The start of another job raises KeyboardInterrupt."""
 
 
 class CannotRun(Exception):

@@ -95,7 +95,7 @@ class Run:
 
     def check(self, launcher: str) -> None:
         """Raise BadInput if this run cannot be carried out on this machine."""
-        if self.entry == "train":
+        if self.entry == "train" and launcher != "slurm":
             names = ("task", "task_options", "data_dir", "download")
             given = {name: self.values[name] for name in names if name in self.values}
             _check_data(json.dumps(given, sort_keys=True))
@@ -214,9 +214,9 @@ def carry_out(
 ) -> list[Run]:
     """Carry out the runs that are not done. Return those that failed.
 
-    Concurrent runs have at most `cores` cores in total. A failed run does not stop the others, and
-    is repeated by the next call. Raises BadInput if the launcher, one of `LAUNCHERS`, cannot be
-    used here.
+    Concurrent runs have at most `cores` cores in total. With Slurm there are at most `cores` jobs.
+    A failed run does not stop the others, and is repeated by the next call. Raises BadInput if the
+    launcher, one of `LAUNCHERS`, cannot be used here.
     """
     start = LAUNCHERS[launcher]()
     failed: list[Run] = []
@@ -232,7 +232,7 @@ def carry_out(
             start.check()
         ended = _Ended(len(left), estimates=experiment.work is None)
         done, total = _work(experiment, left)
-        wanted = [run.cores(cores) for run in left]
+        wanted = [1 if launcher == "slurm" else run.cores(cores) for run in left]
         with (
             _terminable(),
             Progress(total, done, shown=total > 0) as bar,
@@ -322,7 +322,8 @@ def carry_out_one(run: Run, folder: Path, launcher: Launcher) -> bool:
     again = "overwrite=true" if run.entry == "gossip_run" else "resume=auto"
     how = [again, "log_verbosity=0", "--output-dir", str(folder)]
     start, log = time.perf_counter(), folder / "log.txt"
-    code = launcher(Job([*run.program, *how], run.launched, log, folder))
+    name = f"{folder.parent.name}-{folder.name}"
+    code = launcher(Job([*run.program, *how], run.launched, log, folder, name))
     seconds = time.perf_counter() - start
     # Divergence of a setting is a result.
     lines = last_output(log).splitlines()

@@ -951,7 +951,7 @@ def test_a_task_that_fails_leaves_the_others_their_results(
             program.main(job.command[4:])
             return 0
 
-    monkeypatch.setattr(runner, "LAUNCHERS", {"process": Launcher})
+    monkeypatch.setattr(runner, "LAUNCHERS", {"slurm": Launcher})
     held: list[int] = []
     in_turn = runner.in_turn
 
@@ -963,7 +963,7 @@ def test_a_task_that_fails_leaves_the_others_their_results(
     place = tmp_path / "a: b #1"  # no YAML
     place.mkdir()
     path = written(place, [{"optimizer": "half"}])
-    arguments = ["run", str(path), "--tier", "full", "--folder", str(place)]
+    arguments = ["run", str(path), "--tier", "full", "--launcher", "slurm", "--folder", str(place)]
     arguments += ["--task", "text_same", "--task", "consensus_random"]
     with pytest.raises(SystemExit) as ended:
         command_line.main([*arguments, "--cores", "3"])
@@ -975,6 +975,9 @@ def test_a_task_that_fails_leaves_the_others_their_results(
     assert "log.txt" in said.err
     tiers = submissions.read(place / "mine.json")["tiers"]
     assert {tier: list(of) for tier, of in tiers.items()} == {"full": ["consensus_random"]}
+    with pytest.raises(SystemExit):
+        command_line.main(arguments)
+    assert held == [3, 3, command_line.JOBS]
 
 
 @pytest.mark.parametrize(

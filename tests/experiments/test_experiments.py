@@ -35,6 +35,7 @@ from powergossip.runner.jobs import Launcher
 from powergossip.runner.runner import Experiment, Folder, Results, Run, carry_out
 from powergossip.runs import configuration, figures
 from powergossip.training.config_checks import checked
+from tests.harness import slurm
 from tests.harness.helpers import wait_until
 from tests.harness.launch import ROOT, python, stand_in
 
@@ -315,6 +316,25 @@ def test_no_run_begins_after_ctrl_c(tmp_path: Path) -> None:
     """Even if another one ends at that moment. It is a race, hence the repetitions."""
     begun = python("-c", CTRL_C, tmp_path, fresh=True).stdout.partition("begun: ")[2]
     assert begun.split() == [str(first) for first in range(0, 500, 5)]
+
+
+def test_an_experiment_of_slurm_jobs(folder: Folder, tmp_path: Path) -> None:
+    """Slurm decides how many jobs run concurrently. The others go on after one has failed."""
+    flag = str(tmp_path / "flag")
+    runs = [Run("train", {"value": i, "sleep": 0.5}) for i in range(3)]
+    bad = Run("train", {"value": 9, "fail": flag})
+    question = asked(bad, *runs)
+    try:
+        with slurm.running() as cluster, pytest.MonkeyPatch.context() as patch:
+            for name, value_of in cluster.environment.items():
+                patch.setenv(name, value_of)
+            assert carry_out(question, folder, 64, "slurm") == [bad]
+            Path(flag).touch()
+            assert carry_out(question, folder, 64, "slurm") == []
+    except slurm.Unavailable as reason:
+        pytest.skip(str(reason))
+    assert [value(folder, run) for run in runs] == [0, 1, 2]
+    assert [starts(folder, run) for run in [bad, *runs]] == [2, 1, 1, 1]
 
 
 def test_emulated_links_require_the_launcher_mpirun(folder: Folder) -> None:

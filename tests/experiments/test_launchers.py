@@ -1,4 +1,5 @@
-"""Jobs run once, to their end, even if the runner is killed: with real processes and a real mpirun.
+"""Jobs run once, to their end, even if the runner is killed: with real processes, a real mpirun,
+and a real Slurm where there is one.
 
 The programs that are started are tiny; nothing here depends on how fast they are.
 """
@@ -18,9 +19,12 @@ import pytest
 from powergossip.errors import BadInput
 from powergossip.runner import jobs, launchers
 from powergossip.runner.jobs import Job, last_output
-from powergossip.runner.launchers import LAUNCHERS, STOP, Mpirun, OneProcess
+from powergossip.runner.launchers import LAUNCHERS, STOP, Mpirun, OneProcess, Slurm
+from tests.harness import slurm
 from tests.harness.helpers import wait_until
 from tests.harness.launch import ROOT, one_mpirun_at_a_time
+
+HERE = ("mpirun", "torchrun", "process")
 
 # Calls a launcher, as the runner does in a thread of its own, among other threads; exits with the
 # job's code.
@@ -32,7 +36,7 @@ from powergossip.runner.jobs import Job
 from powergossip.runner.launchers import LAUNCHERS
 name, folder, processes, *command = sys.argv[1:]
 folder = Path(folder)
-job = Job(command, int(processes), folder / "log.txt", folder)
+job = Job(command, int(processes), folder / "log.txt", folder, f"a job in {folder.name}")
 for _ in range(20):
     threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
 with ThreadPoolExecutor(1) as pool:
@@ -62,9 +66,11 @@ sys.exit(128 + stopped[0] if stopped else 5)
 
 MPI = "from mpi4py import MPI; print('process', MPI.COMM_WORLD.rank, 'of', MPI.COMM_WORLD.size)"
 
+TORCHRUN = "import os; print('process', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])"
+
 
 def job_of(folder: Path, *command: str, processes: int = 1) -> Job:
-    return Job(command, processes, folder / "log.txt", folder)
+    return Job(command, processes, folder / "log.txt", folder, f"a job in {folder.name}")
 
 
 def shell(folder: Path, text: str) -> Job:
@@ -111,7 +117,7 @@ def killed(name: str, job: Job, running: Callable[[], object]) -> Iterator[subpr
 # --- Every launcher on this machine ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", LAUNCHERS)
+@pytest.mark.parametrize("name", HERE)
 def test_a_launcher_returns_the_exit_code_and_keeps_all_output(name: str, tmp_path: Path) -> None:
     launcher = LAUNCHERS[name]()
     launcher.check()
@@ -124,7 +130,7 @@ def test_a_launcher_returns_the_exit_code_and_keeps_all_output(name: str, tmp_pa
     assert "$ sh -c 'echo once more'\n" in job.log.read_text()
 
 
-@pytest.mark.parametrize("name", LAUNCHERS)
+@pytest.mark.parametrize("name", HERE)
 def test_exit_codes_of_a_signal_and_of_a_missing_command(name: str, tmp_path: Path) -> None:
     assert LAUNCHERS[name]()(shell(tmp_path, "kill -KILL $$")) == 128 + signal.SIGKILL
     missing = job_of(tmp_path, "no-such-program")
@@ -163,12 +169,14 @@ def test_one_process_hosts_the_workers_of_all_processes(
     assert output(job) == [" ".join([*given, *added])]
 
 
-def test_mpirun_starts_the_given_number_of_processes(tmp_path: Path) -> None:
-    job = python(tmp_path, MPI, processes=2)
+@pytest.mark.parametrize("name", ["mpirun", "torchrun"])
+def test_a_launcher_starts_the_given_number_of_processes(name: str, tmp_path: Path) -> None:
+    job = python(tmp_path, {"mpirun": MPI, "torchrun": TORCHRUN}[name], processes=2)
     with one_mpirun_at_a_time():
-        assert Mpirun()(job) == 0
+        assert LAUNCHERS[name]()(job) == 0
     assert {"process 0 of 2", "process 1 of 2"} <= set(output(job))
-    assert f" mpirun -np 2 {sys.executable} -c " in job.log.read_text()
+    text = {"mpirun": "mpirun -np 2", "torchrun": "--nproc-per-node 2 --no-python"}[name]
+    assert f" {text} {sys.executable} -c " in job.log.read_text()
 
 
 def test_a_launcher_can_be_called_in_many_threads(tmp_path: Path) -> None:
@@ -185,6 +193,8 @@ def test_a_launcher_without_its_program_is_an_error(
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(BadInput, match=r"^--launcher mpirun\b"):
         LAUNCHERS["mpirun"]().check()
+    with pytest.raises(BadInput, match=r"^--launcher slurm\b.*sbatch"):
+        LAUNCHERS["slurm"]().check()
     LAUNCHERS["process"]().check()
 
 
@@ -193,11 +203,12 @@ def test_a_launcher_without_its_program_is_an_error(
 
 @pytest.mark.parametrize(
     ("name", "processes"),
-    [("process", 1), ("mpirun", 2)],
+    [("process", 1), ("mpirun", 2), pytest.param("torchrun", 2, marks=pytest.mark.slow)],
 )
 def test_a_killed_runner_leaves_nothing_behind(name: str, processes: int, tmp_path: Path) -> None:
     """Its processes get a signal, and the next start waits until they have ended."""
-    job = python(tmp_path, LASTING, tmp_path, 600, processes=processes)
+    lasting = LASTING.replace("SIGUSR1", "SIGTERM") if name == "torchrun" else LASTING
+    job = python(tmp_path, lasting, tmp_path, 600, processes=processes)
     again = shell(tmp_path, f"ls -d {tmp_path}/ended-*")
     with (
         nullcontext() if name == "process" else one_mpirun_at_a_time(),
@@ -280,3 +291,162 @@ def test_an_interrupted_start_takes_its_process_along(tmp_path: Path) -> None:
         OneProcess()(job)
     other.join()
     assert OneProcess(patience=0)(shell(tmp_path, "true")) == 0
+
+
+# --- Slurm ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def daemons() -> Iterator[slurm.Cluster]:
+    try:
+        with slurm.running() as cluster:
+            yield cluster
+    except slurm.Unavailable as reason:
+        pytest.skip(str(reason))
+
+
+@pytest.fixture
+def cluster(daemons: slurm.Cluster, monkeypatch: pytest.MonkeyPatch) -> slurm.Cluster:
+    for name in [name for name in os.environ if name.startswith(("SLURM_", "SBATCH_"))]:
+        monkeypatch.delenv(name)
+    for name, value in daemons.environment.items():
+        monkeypatch.setenv(name, value)
+    return daemons
+
+
+def number_of(job: Job) -> str:
+    """The number of the job that is recorded; "" if there is none."""
+    file = job.folder / jobs.SLURM
+    return file.read_text().strip() if file.exists() else ""
+
+
+def began(job: Job) -> bool:
+    return count(job.folder, "began-*") > 0
+
+
+@contextmanager
+def called(launcher: Slurm, job: Job) -> Iterator[Callable[[], int]]:
+    """The launcher is called in a thread; the function waits for the exit code."""
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(launcher, job)
+        try:
+            yield lambda: future.result(timeout=120)
+        finally:
+            launcher.leave()
+
+
+def test_slurm_runs_jobs_at_the_same_time(cluster: slurm.Cluster, tmp_path: Path) -> None:
+    """With their exit codes and their output; here and under mpirun."""
+    folders = [tmp_path / name for name in ("a", "100 % b", "c", "d", "e")]
+    jobs = [
+        shell(folders[0], "echo threads $OMP_NUM_THREADS; pwd; echo complaint >&2"),
+        shell(folders[1], "exit 3"),
+        shell(folders[2], "kill -KILL $$"),
+        job_of(folders[3], "no-such-program"),
+        python(folders[4], MPI, processes=2),
+    ]
+    launcher = Slurm()
+    launcher.check()
+    with one_mpirun_at_a_time(), ThreadPoolExecutor(len(jobs)) as pool:
+        codes = list(pool.map(launcher, jobs))
+    assert codes == [0, 3, 1, 127, 0]
+    submitted, *lines = output(jobs[0])
+    assert submitted.startswith("Submitted batch job ")
+    assert lines == ["threads 1", os.getcwd(), "complaint"]
+    assert "no-such-program: not found" in output(jobs[3])[-1]
+    assert sorted(output(jobs[4])[1:]) == ["process 0 of 2", "process 1 of 2"]
+    assert [starts(job) for job in jobs] == [1] * 5
+    assert not any((job.folder / "slurm").exists() for job in jobs)
+
+
+@pytest.mark.slow
+def test_a_job_of_slurm_continues_without_the_runner(
+    cluster: slurm.Cluster, tmp_path: Path
+) -> None:
+    """The job of the next one begins when it has ended."""
+    job = python(tmp_path, LASTING, tmp_path, 600)
+    with killed("slurm", job, lambda: began(job)) as program:
+        program.kill()
+        program.wait()
+    number = number_of(job)
+    assert cluster.jobs() == [number]
+    assert Mpirun()(job) == 1
+    assert output(job)[-1].startswith(f"error: Slurm's job {number} does this run; use ")
+    launcher = Slurm()
+    with called(launcher, job) as code:
+        wait_until(lambda: len(cluster.jobs()) == 2)
+        assert count(tmp_path, "began-*") == 1
+        cluster.command("scancel", "--signal=USR1", "--batch", number)
+        wait_until(lambda: count(tmp_path, "began-*") == 2)
+        assert count(tmp_path, "ended-*") == 1
+        launcher.leave()
+        assert code() == 128 + STOP
+    assert number_of(job) in cluster.jobs()
+    cluster.command("scancel", "--signal=USR1", "--batch", number_of(job))
+    wait_until(lambda: count(tmp_path, "ended-*") == 2)
+
+
+@pytest.mark.slow
+def test_exit_codes_of_jobs_that_others_end(cluster: slurm.Cluster, tmp_path: Path) -> None:
+    asked, cancelled, gone, pending = (
+        python(tmp_path / str(i), LASTING, tmp_path / str(i), 600, processes=n)
+        for i, n in enumerate((1, 1, 1, 1000))
+    )
+    with (
+        called(Slurm(), asked) as code_of_asked,
+        called(Slurm(), cancelled) as code_of_cancelled,
+        called(Slurm(), gone) as code_of_gone,
+        called(Slurm(patience=1), pending) as code_of_pending,
+    ):
+        wait_until(lambda: began(asked) and began(cancelled) and began(gone))
+        wait_until(lambda: len(cluster.jobs()) == 4)
+        cluster.command("scancel", "--signal=USR1", "--batch", number_of(asked))
+        cluster.command("scancel", number_of(cancelled))
+        cluster.command("scancel", "--state=PENDING")
+        (file,) = gone.folder.glob("began-*")
+        os.kill(int(file.name.removeprefix("began-")), signal.SIGKILL)
+        assert code_of_asked() == 128 + signal.SIGUSR1
+        codes = code_of_cancelled(), code_of_gone(), code_of_pending()
+        assert all(code not in (0, 128 + STOP) for code in codes)
+    assert pending.log.read_text().endswith("error: Slurm's job has ended before it began\n")
+
+
+def test_an_error_of_sbatch_is_in_the_log(
+    cluster: slurm.Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """sbatch reads further options from the environment."""
+    monkeypatch.setenv("SBATCH_PARTITION", "nowhere")
+    job = shell(tmp_path, "true")
+    assert Slurm()(job) == 1
+    assert "sbatch: error: invalid partition specified: nowhere" in job.log.read_text()
+    assert not (tmp_path / jobs.SLURM).exists()
+
+
+@pytest.mark.slow
+def test_a_job_of_slurm_continues_without_the_controller(
+    cluster: slurm.Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """sbatch waits for it."""
+    job = python(tmp_path, LASTING, tmp_path, 1)
+    with called(Slurm(), job) as code:
+        wait_until(lambda: began(job))
+        cluster.stop_controller()
+        try:
+            wait_until(lambda: count(tmp_path, "ended-*"))
+        finally:
+            cluster.start_controller()
+        assert code() == 5
+
+
+@pytest.mark.slow
+def test_slurm_on_several_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Open MPI learns the nodes from Slurm, and puts a process on each."""
+    job = job_of(tmp_path, "sh", "-c", "echo $SLURMD_NODENAME", processes=2)
+    try:
+        with slurm.running(cores=(1, 1)) as cluster, one_mpirun_at_a_time():
+            for name, value in cluster.environment.items():
+                monkeypatch.setenv(name, value)
+            assert Slurm()(job) == 0
+    except slurm.Unavailable as reason:
+        pytest.skip(str(reason))
+    assert sorted(output(job)[1:]) == ["node0", "node1"]

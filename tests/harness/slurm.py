@@ -43,10 +43,10 @@ SelectTypeParameters=CR_Core
 SwitchType=switch/none
 MpiDefault=none
 ReturnToService=2
-MinJobAge=2
+MinJobAge={min_job_age}
 KillWait=5
 SchedulerParameters=sched_interval=1,sched_min_interval=0,batch_sched_delay=0
-NodeName={host} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=8
+{nodes}
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 
@@ -58,7 +58,7 @@ class Unavailable(Exception):
 class Cluster:
     """Slurm's files and daemons. Commands find it by `environment`."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, cores: Sequence[int], min_job_age: int):
         self.environment = {"SLURM_CONF": str(folder / "slurm.conf")}
         self._folder = folder
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
@@ -67,12 +67,19 @@ class Cluster:
         key.write_bytes(secrets.token_bytes(128))
         key.chmod(0o400)
         host = socket.gethostname().partition(".")[0]
-        controller_port, port = _free_ports(2)
+        controller_port, *ports = _free_ports(1 + len(cores))
+        # Only a Slurm that was built for it can have several nodes on a machine.
+        self._nodes = [host] if len(cores) == 1 else [f"node{i}" for i in range(len(cores))]
+        lines = [
+            f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={number}"
+            for name, port, number in zip(self._nodes, ports, cores, strict=True)
+        ]
         text = CONFIGURATION.format(
             host=host,
             folder=folder,
             controller_port=controller_port,
-            port=port,
+            min_job_age=min_job_age,
+            nodes="\n".join(lines),
         )
         (folder / "slurm.conf").write_text(text)
 
@@ -96,10 +103,19 @@ class Cluster:
         command = ["munged", "--foreground", "--force", f"--socket={file['socket']}", *options]
         self._start("munged", command)
         self._wait_for("munged", lambda: os.path.exists(file["socket"]))
+        self.start_controller()
+        for node in self._nodes:
+            named = ["-N", node] if len(self._nodes) > 1 else []
+            self._start(node, ["slurmd", "-D", *named])
+        for node in self._nodes:
+            self._wait_for(node, lambda: self._states() == ["idle"] * len(self._nodes))
+
+    def start_controller(self) -> None:
         self._start("slurmctld", ["slurmctld", "-D"])
         self._wait_for("slurmctld", lambda: self.command("scontrol", "ping").returncode == 0)
-        self._start("slurmd", ["slurmd", "-D"])
-        self._wait_for("slurmd", lambda: self._states() == ["idle"])
+
+    def stop_controller(self) -> None:
+        self._stop("slurmctld")
 
     def close(self) -> None:
         """End what is queued or runs, then the daemons."""
@@ -151,8 +167,12 @@ class Cluster:
 
 
 @contextmanager
-def running() -> Iterator[Cluster]:
-    """A cluster of one node, with 8 cores whatever the machine has. Raises Unavailable."""
+def running(cores: Sequence[int] = (8,), min_job_age: int = 2) -> Iterator[Cluster]:
+    """A cluster. Raises Unavailable.
+
+    cores        of each node, whatever the machine has
+    min_job_age  seconds after which Slurm forgets what is over
+    """
     if os.geteuid() != 0:
         raise Unavailable("only root can start Slurm's daemons")
     for tool in TOOLS:
@@ -160,7 +180,7 @@ def running() -> Iterator[Cluster]:
             raise Unavailable(f"there is no {tool} on PATH")
     # Sockets lie there, whose paths must be short.
     with tempfile.TemporaryDirectory(prefix="slurm-") as folder:
-        cluster = Cluster(Path(folder))
+        cluster = Cluster(Path(folder), cores, min_job_age)
         try:
             cluster.start()
             yield cluster
