@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 OFF = 0.05  # fraction of parameters that may differ: an element that is rounded or selected
 # otherwise changes all gradients after it. A state that is lost changes nearly all parameters
 ARGUMENTS = [
-    *("task=environment.gpu.tasks:images", "task_architecture=CNN"),
+    *("task=tests.harness.gpu_tasks:images", "task_architecture=CNN"),
     *("task_options.samples=64", "task_options.size=8", "batch_size=4"),
     *("n_workers=4", "log_verbosity=0", "seed=1"),
 ]
@@ -66,7 +66,7 @@ def test_a_step_is_that_of_the_cpu(
     if model == "ResNet20":
         given += ["task_architecture=ResNet20"]
     else:
-        given += ["task=environment.gpu.tasks:text", "task_architecture=null", *SMALL_TEXT]
+        given += ["task=tests.harness.gpu_tasks:text", "task_architecture=null", *SMALL_TEXT]
     x = [
         trained(monkeypatch, tmp_path / str(place), 1, *given, f"device={place}")
         for place in ("cpu", device)

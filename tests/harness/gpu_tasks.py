@@ -1,4 +1,4 @@
-"""Random data of the shapes of real ones, for `train.py task=environment.gpu.tasks:images`."""
+"""Random data of the shapes of real ones, for `train.py task=tests.harness.gpu_tasks:images`."""
 
 from dataclasses import replace
 
