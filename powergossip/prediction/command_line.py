@@ -42,7 +42,7 @@ GRAPHS = ("ring", "torus", "exponential", "one-peer-exponential", "base-graph")
 MOST_WORKERS = 100_000  # beyond them, graphs take minutes
 SECONDS = 0.1  # of a measurement of averaging
 # Options of --method for rounds of local steps, not for the algorithm
-ROUNDS = ("local_steps", "fragments", "gradient_correction", "overlapping")
+ROUNDS = ("local_steps", "overlapping")
 PER_MESSAGE, PER_BYTE = 130e-6, 0.8e-9  # CPU seconds of Open MPI over TCP, see docs/prediction.md
 
 
@@ -163,25 +163,17 @@ def _lines(
     of_graph, lines = cache(rounds), []
     for label, method in methods.items():
         try:
-            parts = [(part, traffic.count(method, part)) for part in method.layouts(layout)]
+            sent = traffic.count(method, layout)
         except ValueError as error:
             raise BadInput(f"--method {label}: {error}") from error
-        computes = [
-            model.Compute(
-                gradient, *(traffic.cpu_seconds(method, part, SECONDS) if measured else (0.0, 0.0))
-            )
-            for part, _ in parts
-        ]
+        averaging = traffic.cpu_seconds(method, layout, SECONDS) if measured else (0.0, 0.0)
+        compute = model.Compute(gradient, *averaging)
         if method.gossips:
             used = {name: graph for name, graph in graphs.items() if not method.rejects(graph)}
         else:  # the graph makes no difference
             used = {"": next(iter(graphs.values()))}
         for name, graph in used.items():
-            steps = [
-                model.step(sent, graph, cluster, compute, method.overlaps, method.interval)
-                for (_, sent), compute in zip(parts, computes, strict=True)
-            ]
-            step = model.mean(steps)
+            step = model.step(sent, graph, cluster, compute, method.overlaps, method.local_steps)
             lines.append(Line(label, name, step, of_graph(graph) if method.gossips else 1.0))
     return lines
 

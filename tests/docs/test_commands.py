@@ -25,7 +25,6 @@ Words = list[str]
 
 # Programs that do not start here, and the reason.
 ELSEWHERE = {
-    "docker": "needs Docker, and builds an image",
     "pip": "changes the environment",
     "--host": "needs other hosts",
     "mine.py": "the reader's own",
@@ -51,7 +50,7 @@ BEGINS = re.compile(
     r"(?:[A-Z_]+=\S+ )*(?:"
     r"(?:python|bash|torchrun) (?:-\S+ \S|\S+\.(?:py|sh)\b)|mpirun -|sbatch (?:-|\S+\.sbatch)"
     r"|make [a-z-]+(?=$|  | [A-Z]+=)|pip install |powergossip-[a-z-]+ (?:-|\S*/)"
-    r"|source |export [A-Z]|docker (?:build|run|kill) )"
+    r"|source |export [A-Z])"
 )
 
 
@@ -132,11 +131,6 @@ def parts(words: Words) -> Iterator[Part]:
         (place,) = places
         yield "bash", rest[place], []
         yield "script", "train.py", rest[place + 1 :]
-    elif head == "docker":
-        yield "elsewhere", head, rest
-        inside = [i for i, word in enumerate(rest) if word in ("mpirun", "python")]
-        if inside:
-            yield from parts([word.removeprefix("/project/") for word in rest[inside[0] :]])
     elif head in ("bash", "make", "pip"):
         yield head, rest[0], rest[1:]
     elif head in SCRIPTS:
