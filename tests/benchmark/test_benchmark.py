@@ -5,8 +5,6 @@ import hashlib
 import itertools
 import json
 import math
-import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -806,30 +804,6 @@ def test_a_page_has_the_figures_of_its_results_only(tmp_path: Path) -> None:
 def test_a_figure_has_space_for_many_entries(tmp_path: Path) -> None:
     lines = [line(0.5, name=f"an entry with the long name {i}") for i in range(50)]
     assert page.draw(lines, tmp_path / "figure.svg")
-
-
-def test_a_click_sorts_numbers_by_their_size_and_before_texts() -> None:
-    node = shutil.which("node")
-    if node is None:
-        pytest.skip("there is no node")
-    cells = ["10.5 ± 0.1", "1 of 3 diverged", "9", "≤ 9.5", "never", "−3", ""]
-    table = f"""
-        const rows = {json.dumps(cells)}.map(text => ({{ cells: [{{ textContent: text }}] }}));
-        const body = {{ rows, appendChild: row => body.order.push(row), order: [] }};
-        const head = {{ style: {{}}, addEventListener: (_, click) => {{ head.click = click; }} }};
-        const table = {{ tHead: {{ rows: [{{ cells: [head] }}] }}, tBodies: [body] }};
-        const document = {{
-            addEventListener: (_, loaded) => {{ document.loaded = loaded; }},
-            querySelectorAll: () => [table],
-        }};
-        {(ROOT / "docs/_static/sort.js").read_text()}
-        document.loaded();
-        head.click();
-        console.log(JSON.stringify(body.order.map(row => row.cells[0].textContent)));
-    """
-    done = subprocess.run([node, "-e", table], capture_output=True, text=True, check=True)
-    numbers = ["−3", "9", "≤ 9.5", "10.5 ± 0.1"]
-    assert json.loads(done.stdout) == [*numbers, "", "1 of 3 diverged", "never"]
 
 
 @pytest.mark.parametrize(

@@ -117,9 +117,6 @@ def job(tmp_path: Path) -> Job:
     return Job(tmp_path)
 
 
-ARRAY = {"SLURM_JOB_ID": "19", "SLURM_ARRAY_JOB_ID": "17", "SLURM_ARRAY_TASK_ID": "2"}
-
-
 def test_a_job_is_requeued_after_a_checkpoint_before_the_time_limit(job: Job) -> None:
     code, errors = job.signalled("topology=torus", "task_options={hidden_size: 64}")
     assert (code, errors) == (STOPPED, "")
@@ -168,18 +165,6 @@ def test_a_job_that_failed_or_finished_or_has_no_checkpoint_is_not_requeued(
     assert job.requeued() == []
 
 
-def test_a_job_of_an_array_takes_its_line_and_requeues_only_itself(job: Job) -> None:
-    (job.repository / "settings.txt").write_text(
-        'seed=1\nseed=2 "task_options={hidden_size: 64}" $(touch bad)\nseed=3\n'
-    )
-    given = {"OUTPUT_DIR": "output/mine", "SETTINGS": "settings.txt", **ARRAY}
-    assert job.signalled("momentum=0", output="mine/2", **given) == (STOPPED, "")
-    assert job.requeued() == ["requeue 17_2"]
-    arguments = (job.repository / "output" / "mine" / "2" / "arguments").read_text().splitlines()
-    assert arguments[2:5] == ["momentum=0", "seed=2", "task_options={hidden_size: 64}"]
-    assert not (job.repository / "bad").exists()
-
-
 @pytest.mark.parametrize(
     ("variables", "arguments", "sentence"),
     [
@@ -187,9 +172,6 @@ def test_a_job_of_an_array_takes_its_line_and_requeues_only_itself(job: Job) -> 
         ({"SLURM_JOB_ID": ""}, [], "Slurm"),
         ({}, ["--output-dir", "mine"], "--output-dir"),
         ({}, ["--suffix=.x"], "--suffix=.x"),
-        (ARRAY, [], "array"),
-        ({**ARRAY, "SETTINGS": "no.txt"}, [], "SETTINGS=no.txt"),
-        ({**ARRAY, "SETTINGS": "train.py", "SLURM_ARRAY_TASK_ID": "99"}, [], "99"),
         ({"SLURM_SUBMIT_DIR": "SPOOL"}, [], "bash environment/setup.sh"),
     ],
 )
