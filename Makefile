@@ -108,8 +108,9 @@ check: setup ## formatting, lint, types
 bench: setup ## milliseconds a step under mpirun and torchrun, beside lower bounds and PyTorch
 	@$(activate) && python -m benchmarks.steps
 
-gpu-check: ## check and measure on a GPU, without setup; PYTHON=…, ARGS=--quick
-	@"$(PYTHON)" environment/gpu_check.py $(ARGS)
+gpu-check: ## results on a GPU are those of a CPU, without setup; PYTHON=…, ARGS="--device cpu"
+	@PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 "$(PYTHON)" -m pytest -m gpu -p tests.harness.device -p no:cacheprovider \
+		--confcutdir=tests/gpu -o addopts=--import-mode=importlib tests/gpu $(ARGS)
 
 docs: setup ## the documentation site, in docs/_build/html; warnings are errors
 	@$(activate) && python -m sphinx -W --keep-going -d docs/_build/doctrees docs docs/_build/html && \

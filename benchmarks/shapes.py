@@ -7,11 +7,6 @@ from powergossip import prediction
 Shapes = list[tuple[int, ...]]
 
 
-def resnet50() -> Shapes:
-    """Large images, 1000 classes: 25,557,032 parameters."""
-    return prediction.layout("ResNet50").shapes
-
-
 MODELS: dict[str, Callable[[], Shapes]] = {
     "resnet20": lambda: prediction.layout("ResNet20").shapes,  # 272,474 parameters
     "lstm": lambda: prediction.layout("LSTM").shapes,  # 28,949,319 parameters

@@ -3,7 +3,6 @@
 import json
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import torch
 
@@ -77,9 +76,3 @@ def report(comm: Processes, /, **values: object) -> None:
     """Print a JSON line in process 0."""
     if comm.rank == 0:
         print(json.dumps(values))
-
-
-def peak_memory() -> int:
-    """Bytes of the largest resident memory of this process."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the checkout of this file,
 import gossip_run
 import powergossip
 import train
-from powergossip.benchmark import page, submissions
+from powergossip.benchmark import page, results
 from powergossip.runs import key_help
 
 project = "Decentralized deep learning"
@@ -69,7 +69,7 @@ html_title = f"{project} {version}"
 html_favicon = "_static/favicon.svg"
 html_static_path = ["_static"]
 html_css_files = ["katex/katex.min.css", "site.css"]
-html_js_files = ["katex/katex.min.js", "equations.js", "sort.js"]
+html_js_files = ["katex/katex.min.js", "equations.js"]
 html_math_renderer = "katex"
 html_sidebars: dict[str, list[str]] = {"topologies": []}  # it has no pages below it
 html_copy_source = False
@@ -112,7 +112,7 @@ def displayed_equation(translator: HTML5Translator, node: nodes.math_block) -> N
 def generate(app: Sphinx) -> None:
     """Texts that follow from the code."""
     folder = Path(app.srcdir) / "_generated"
-    page.write(submissions.read_all([submissions.OF_LIBRARY]), folder / "benchmark")
+    page.write(results.read_all([results.OF_LIBRARY]), folder / "benchmark")
     for module in (train, gossip_run):
         keys = key_help.describe(module.config)
         (folder / f"{module.__name__}-keys.txt").write_text(f"{keys}\n")

@@ -5,10 +5,8 @@
 runs `mpirun -np 4 python train.py seed=2` with each process on its own emulated host, and removes
 the hosts afterwards. All hosts are linked to one switch. --rate is the bandwidth of a link in each
 direction, in bits per second in the notation of tc (10mbit, 1gbit, k is 1000), or none for no
-limit. --latency 20ms is the time from a host to another, in addition to the local kernel's. With
---launcher torchrun, every host's own torchrun starts the process there, or two processes with
---launcher torchrun:2, and they find each other by torchrun's rendezvous on host 0. Signals are
-forwarded to the launcher. The exit code is the launcher's, or 2 if nothing could be run.
+limit. --latency 20ms is the time from a host to another, in addition to the local kernel's. Signals
+are forwarded to mpirun. The exit code is mpirun's, or 2 if nothing could be run.
 
 The emulation limits the rate by a token bucket for each direction at both ends of every link.
 Messages are sent by TCP in frames of 1500 bytes including headers: the payload is at most 95.6 % of
@@ -38,13 +36,12 @@ sends one after the other, at half the rate each. OMPI_MCA_btl_tcp_flags=send av
 A host is a network namespace, emulated-cluster-PID-RANK with the PID of this script. To inspect it:
 `ip netns exec emulated-cluster-PID-RANK ip -s link`. The switch is a bridge in a separate
 namespace, where mpirun runs. The machine's addresses, routes and firewall are not involved, and
-concurrent clusters do not interfere. If this script is killed (SIGKILL), the launcher ends too, and
+concurrent clusters do not interfere. If this script is killed (SIGKILL), mpirun ends too, and
 the next start removes the namespaces.
 """
 
 import argparse
 import ctypes
-import importlib.util
 import os
 import re
 import shutil
@@ -57,11 +54,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-USAGE = (
-    "python environment/emulated_cluster.py --hosts N --rate RATE [--latency TIME] "
-    "[--launcher mpirun|torchrun|torchrun:P] -- COMMAND …"
-)
-LAUNCHERS = ("mpirun", "torchrun")
+USAGE = "python environment/emulated_cluster.py --hosts N --rate RATE [--latency TIME] -- COMMAND …"
 
 NAMESPACES = Path("/run/netns")  # the folder of ip's namespaces
 FAMILY = "emulated-cluster"  # prefix of their names
@@ -94,7 +87,6 @@ FORWARDED = {
     signal.SIGUSR2,
 }
 PATIENCE = 2.0  # seconds for a process to end after a signal
-PORT = 29400  # of torchrun's rendezvous, on host 0
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -107,8 +99,8 @@ class Parser(argparse.ArgumentParser):
         raise Refused(f"{message}; use: {USAGE}")
 
 
-def parse(arguments: list[str]) -> tuple[int, int | None, float, str, list[str]]:
-    """Number of hosts, bits per second (None: no limit), seconds of latency, launcher, command.
+def parse(arguments: list[str]) -> tuple[int, int | None, float, list[str]]:
+    """Number of hosts, bits per second (None: no limit), seconds of latency, command.
 
     Raises Refused.
     """
@@ -121,20 +113,14 @@ def parse(arguments: list[str]) -> tuple[int, int | None, float, str, list[str]]
     parser.add_argument("--hosts", required=True, metavar="N", help=f"1 to {MAX_HOSTS}")
     parser.add_argument("--rate", required=True, help="bandwidth of a link, or none for no limit")
     parser.add_argument("--latency", default="0", help="from a host to another, such as 20ms")
-    parser.add_argument("--launcher", default="mpirun", help=" or ".join(LAUNCHERS))
     split = arguments.index("--") if "--" in arguments else len(arguments)
     options, command = parser.parse_args(arguments[:split]), arguments[split + 1 :]
     if not re.fullmatch("[0-9]{1,9}", options.hosts) or not 1 <= int(options.hosts) <= MAX_HOSTS:
         raise Refused(f"--hosts {options.hosts}: use a whole number from 1 to {MAX_HOSTS}")
     rate, latency = bits_per_second(options.rate), seconds(options.latency)
-    if not re.fullmatch("mpirun|torchrun(:[1-9][0-9]?)?", options.launcher):
-        raise Refused(
-            f"--launcher {options.launcher}: use {' or '.join(LAUNCHERS)}, or torchrun:2 for two "
-            "processes on each host"
-        )
     if not command:
         raise Refused("there is nothing to run; end with -- and a command, like -- python train.py")
-    return int(options.hosts), rate, latency, options.launcher, command
+    return int(options.hosts), rate, latency, command
 
 
 def seconds(text: str) -> float:
@@ -161,7 +147,7 @@ def bits_per_second(text: str) -> int | None:
     return rate
 
 
-def check_machine(program: str, launcher: str = "mpirun") -> None:
+def check_machine(program: str) -> None:
     """Raise Refused if a right or a program is missing."""
     if os.geteuid() != 0:
         raise Refused("only root can make network namespaces; run this as root")
@@ -170,10 +156,7 @@ def check_machine(program: str, launcher: str = "mpirun") -> None:
             raise Refused(
                 f"there is no {tool} on PATH; install it (Debian, Ubuntu: apt-get install iproute2)"
             )
-    if launcher == "mpirun":
-        check_mpirun()
-    elif importlib.util.find_spec("torch") is None:
-        raise Refused("this Python has no torch; activate the environment of setup.sh")
+    check_mpirun()
     if not shutil.which(program):
         raise Refused(f'there is no program "{program}"')
 
@@ -273,37 +256,24 @@ class Cluster:
             ports = [qdisc(f"port{rank}") for rank in range(len(self.hosts))]
             batch("tc", ports, self.switch)
 
-    def run(self, command: list[str], forwarded: set[signal.Signals], launcher: str) -> int:
+    def run(self, command: list[str], forwarded: set[signal.Signals]) -> int:
         """Run the command on all hosts, and return the exit code.
 
-        It is the launcher's, or 128 + the number of the signal that ended it. Of several, it is the
-        first failed launcher's. The caller must have blocked SIGCHLD and the forwarded signals.
+        It is mpirun's, or 128 + the number of the signal that ended it. The caller must have
+        blocked SIGCHLD and the forwarded signals.
         """
-        name, _, count = launcher.partition(":")
-        several = name == "torchrun"
-        commands = self._torchrun(command, count or "1") if several else [self._mpirun(command)]
         as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-        running = [
-            subprocess.Popen(
-                ["ip", "netns", "exec", *started],
-                env=os.environ | as_root,
-                start_new_session=True,  # otherwise Ctrl-C in a terminal would arrive twice
-                preexec_fn=prepare_launcher,
-            )
-            for started in commands
-        ]
-        first = 0
-        while True:
-            for process in list(running):
-                if (code := process.poll()) is not None:
-                    running.remove(process)
-                    first = first or (code if code >= 0 else 128 - code)
-            if not running:
-                return first
+        process = subprocess.Popen(
+            ["ip", "netns", "exec", *self._mpirun(command)],
+            env=os.environ | as_root,
+            start_new_session=True,  # otherwise Ctrl-C in a terminal would arrive twice
+            preexec_fn=prepare_launcher,
+        )
+        while (code := process.poll()) is None:
             number = signal.sigwait({*forwarded, signal.SIGCHLD})
             if number != signal.SIGCHLD:
-                for process in running:
-                    process.send_signal(number)
+                process.send_signal(number)
+        return code if code >= 0 else 128 - code
 
     def _mpirun(self, command: list[str]) -> list[str]:
         """The namespace and the command of the launcher."""
@@ -319,22 +289,6 @@ class Cluster:
             *("--mca", "pml", "ob1", "--mca", "btl", "self,tcp", "--mca", "osc", "^sm"),
             *("--mca", "btl_tcp_if_include", SUBNET),
             *("sh", "-c", enter_host, "sh", *command),
-        ]
-
-    def _torchrun(self, command: list[str], processes: str) -> list[list[str]]:
-        """The namespace of each host, and the command of its launcher."""
-        return [
-            [
-                *(host, sys.executable, "-m", "torch.distributed.run"),
-                *("--nnodes", str(len(self.hosts)), "--nproc-per-node", processes),
-                *("--rdzv-backend", "c10d", "--rdzv-id", self.name),
-                *("--rdzv-endpoint", f"{address(0)}:{PORT}"),
-                # By the name of this machine, which all hosts have, torchrun would find neither
-                # the host of the rendezvous nor its own address.
-                *("--rdzv-conf", f"is_host={rank == 0}"),
-                *("--local-addr", address(rank), "--no-python", *command),
-            ]
-            for rank, host in enumerate(self.hosts)
         ]
 
     def remove(self) -> None:
@@ -422,17 +376,17 @@ def leftovers() -> list[str]:
 def main(arguments: list[str]) -> int:
     """Run the command line, and return the exit code."""
     # Signals that are ignored from the start, like SIGHUP under nohup, stay ignored. The others are
-    # blocked until the launcher runs, so that none of them ends this script before the removal.
+    # blocked until mpirun runs, so that none of them ends this script before the removal.
     forwarded = {number for number in FORWARDED if signal.getsignal(number) != signal.SIG_IGN}
     signal.pthread_sigmask(signal.SIG_BLOCK, {*forwarded, signal.SIGCHLD})
     try:
-        n_hosts, rate, latency, launcher, command = parse(arguments)
-        check_machine(command[0], launcher)
+        n_hosts, rate, latency, command = parse(arguments)
+        check_machine(command[0])
         remove(leftovers())
         cluster = Cluster(n_hosts, rate, latency)
         try:
             cluster.build()
-            return cluster.run(command, forwarded, launcher)
+            return cluster.run(command, forwarded)
         finally:
             cluster.remove()
     except Refused as error:

@@ -5,7 +5,6 @@ in `EXPERIMENTS`.
 """
 
 from experiments import (
-    a2cid2,
     compressed_gradients,
     compression_pays,
     consensus,
@@ -15,13 +14,9 @@ from experiments import (
     language,
     language_bits,
     language_larger,
-    language_links,
-    moniqua_tuning,
     papers,
     prediction,
     relay,
-    scale,
-    slow_host,
     spectrum,
     tuned_methods,
 )
@@ -38,8 +33,6 @@ PAPERS: dict[str, tuple[str, ...]] = {
         "wikitext2_lstm_small",
         "lstm_spectrum",
         "lstm_spectrum_small",
-        "moniqua_tuning",
-        "moniqua_tuning_small",
     ),
     "RelaySGD, arXiv:2110.04175": ("cifar10_vgg11", "cifar10_vgg11_small"),
 }
@@ -101,7 +94,6 @@ EXPERIMENTS: dict[str, Experiment] = {
     "language": language.experiment(),
     "language_bits": language_bits.experiment(),
     "language_larger": language_larger.experiment(),
-    "language_links": language_links.experiment(),
     "compressed_gradients": compressed_gradients.experiment(),
     "topics_lstm": tuned_methods.experiment(
         "perplexity of each method in language modeling: an LSTM on Python's reference texts",
@@ -113,12 +105,9 @@ EXPERIMENTS: dict[str, Experiment] = {
     "compression_pays": compression_pays.experiment(),
     "prediction": prediction.experiment(),
     "few_bits": few_bits.experiment(),
-    "scale": scale.experiment(),
     "message_loss": failing_workers.message_loss(),
     "late_exchanges": failing_workers.late_exchanges(),
     "churn": failing_workers.churn(),
-    "a2cid2": a2cid2.experiment(),
-    "slow_host": slow_host.experiment(),
     # The experiments of the PowerGossip paper, as published and in a small form.
     "cifar10_resnet20": papers.cifar10(),
     "cifar10_resnet20_small": papers.cifar10_small(),
@@ -129,6 +118,4 @@ EXPERIMENTS: dict[str, Experiment] = {
     "cifar10_vgg11_small": relay.small(),
     "lstm_spectrum": spectrum.published(),
     "lstm_spectrum_small": spectrum.small(),
-    "moniqua_tuning": moniqua_tuning.published(),
-    "moniqua_tuning_small": moniqua_tuning.small(),
 }

@@ -23,7 +23,7 @@ part of the model: their CPU times add up.
 import multiprocessing
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +46,6 @@ from powergossip.runner.runner import Experiment, Values
 
 if TYPE_CHECKING:
     from powergossip.parameters import Layout
-    from powergossip.prediction import PredictedMethod
 
 HOSTS = (2, 4, 8)
 RATES = {"10mbit": 10e6, "100mbit": 100e6, "1gbit": 1e9}  # bits per second
@@ -191,21 +190,10 @@ def _fitted(rows: list[tuple[float, float, float]]) -> tuple[float, float]:
 def _averaging(layout: "Layout", folder: Path) -> dict[str, tuple[float, float]]:
     """CPU seconds of averaging by method, see prediction.cpu_seconds. Measured by the first report
     and kept in averaging.json."""
-    return measured_once(
-        folder / "averaging.json", lambda: averaging_seconds(known(METHODS), layout)
-    )
+    return measured_once(folder / "averaging.json", lambda: averaging_seconds(layout))
 
 
-def known(names: Iterable[str]) -> dict[str, "PredictedMethod"]:
-    """Methods of the default table of powergossip-predict."""
-    from powergossip import prediction
-
-    return {name: prediction.METHODS[name] for name in names}
-
-
-def averaging_seconds(
-    methods: Mapping[str, "PredictedMethod"], layout: "Layout"
-) -> dict[str, tuple[float, float]]:
+def averaging_seconds(layout: "Layout") -> dict[str, tuple[float, float]]:
     """CPU seconds of averaging by method, of one thread, see prediction.cpu_seconds."""
     import torch
 
@@ -213,7 +201,7 @@ def averaging_seconds(
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    found = {m: prediction.cpu_seconds(of, layout, SECONDS) for m, of in methods.items()}
+    found = {m: prediction.cpu_seconds(prediction.METHODS[m], layout, SECONDS) for m in METHODS}
     torch.set_num_threads(threads)
     return found
 

@@ -260,34 +260,6 @@ def _later(rows: "DataFrame", column: str) -> float:
     return float(by_epoch.iloc[-1] - by_epoch.iloc[0]) if len(by_epoch) else 0.0
 
 
-def elapsed(rows: "DataFrame") -> Mapping[int, float]:
-    """Seconds of process 0 until the end of each epoch, without evaluations and checkpoints."""
-    phases = select_rows(rows, "phase_seconds")
-    apart = phases[phases["phase"].isin(["evaluation", "checkpoint"])]
-    ended = phases.groupby("epoch")["seconds"].max()
-    spent = apart.groupby("epoch")["value"].sum().reindex(ended.index).ffill().fillna(0.0)
-    return dict(zip(ended.index.tolist(), (ended - spent).tolist(), strict=True))
-
-
-def by_seconds(outcome: Outcome, measure: str) -> Curve:
-    """Seconds of a run without evaluations, and the measure of the mean model, by evaluation."""
-    epochs, values = outcome.curve(measure)
-    ended = elapsed(outcome.rows[0])
-    return [ended[int(epoch)] for epoch in epochs], values
-
-
-def time_to(target: float, times: list[float], values: list[float]) -> float:
-    """The time until a falling measure is at most `target`, interpolated linearly."""
-    for index, value in enumerate(values):
-        if value <= target:
-            if index == 0:
-                return times[0]
-            before, earlier = values[index - 1], times[index - 1]
-            fraction = (before - target) / (before - value)
-            return earlier + fraction * (times[index] - earlier)
-    raise ValueError(f"the measure is never {target}")
-
-
 def score(rows: "DataFrame", measure: str, split: str) -> float:
     """The measure, negated unless it is the accuracy; −∞ for a run that diverged."""
     value = last_values(rows, measure, split=split)

@@ -15,7 +15,7 @@ With GPUs and a CUDA-aware MPI, transfers from GPU memory are measured, too.
 
 The results show whether MPI uses the fast network. Orders of magnitude between hosts: 1 to 5 µs and
 10 to 50 GB/s for InfiniBand, 20 to 100 µs for TCP, with 0.1 GB/s on 1 Gbit/s and 1.1 GB/s on
-10 Gbit/s. On one host: about 1 µs and several GB/s. See environment/gpu_cluster.md for remedies.
+10 Gbit/s. On one host: about 1 µs and several GB/s. See docs/gpu-cluster.md for remedies.
 """
 
 import os

@@ -6,7 +6,7 @@ program.py       the runs of an entry on a task
 data.py          data of the tasks
 measuring.py     the cost of a step: bits, state, CPU time, predicted seconds
 campaign.py      all runs of an entry, and its results
-submissions.py   files of results
+results.py       files of results
 comparison.py    measures of several entries, and pairs of them
 verdict.py       the answer in sentences
 page.py          tables, figures, the page

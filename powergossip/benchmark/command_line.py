@@ -7,8 +7,6 @@
     powergossip-benchmark run d-psgd --task fashion_mnist_sorted
     powergossip-benchmark show                      tables of all entries
     powergossip-benchmark show my_method            and the method beside each of the others
-    powergossip-benchmark check my_method           whether its results are complete and sound
-    powergossip-benchmark submit my_method          the files of a pull request, in a clone
 
 my_method.py registers a method, and has SETTINGS, the settings to try. `new` writes an averaging
 rule, or with --kind compressor a compressor.
@@ -21,9 +19,8 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from powergossip import checks, command_line
 from powergossip.benchmark.entries import Entry
@@ -41,8 +38,6 @@ COMMANDS: dict[str, set[str]] = {  # and their options
     "list": {"tier", "folder"},
     "run": {"tier", "task", "cores", "launcher", "folder"},
     "show": {"tier", "task", "folder", "output"},
-    "check": {"folder"},
-    "submit": {"folder", "output"},
 }
 
 
@@ -50,7 +45,6 @@ def main(arguments: Sequence[str]) -> None:
     """Carry out a command line. Raises BadInput; exits with 1 if a run failed."""
     options = _parse(arguments)
     carry_out = {"new": _new, "list": _list, "run": _run, "show": _show}
-    carry_out |= {"check": _check, "submit": _submit}
     try:
         carry_out[options.command](options)
     except OSError as error:
@@ -69,14 +63,14 @@ def command() -> None:
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = command_line.parser("powergossip-benchmark", __doc__ or "")
-    parser.add_argument("command", help="new, list, run, show, check or submit")
-    parser.add_argument("method", nargs="?", help="a file NAME.py or NAME.json, or an entry's name")
+    parser.add_argument("command", help="new, list, run or show")
+    parser.add_argument("method", nargs="?", help="a file NAME.py, or an entry's name")
     parser.add_argument("--tier", help=f"{', '.join(TIERS)}; by default {QUICK}")
     parser.add_argument("--task", action="append", help="a task, repeatable; by default all")
     parser.add_argument("--cores", type=int, help="cores for concurrent runs; Slurm: jobs")
     parser.add_argument("--launcher", help=f"{', '.join(LAUNCHERS)}; by default {LAUNCHERS[0]}")
     parser.add_argument("--folder", type=Path, help=f"folder of runs and results; {OUTPUT}")
-    parser.add_argument("--output", type=Path, help="folder of show's page; clone of submit")
+    parser.add_argument("--output", type=Path, help="folder of show's page")
     parser.add_argument("--kind", help=f"{', '.join(KINDS)} of a new file; by default {KINDS[0]}")
     options = command_line.parsed(parser, arguments)
     try:
@@ -94,14 +88,14 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
             checks.at_least_one("--cores", options.cores)
     except checks.BadValue as error:
         raise BadInput(str(error)) from error
-    if options.command in ("run", "check", "submit") and options.method is None:
+    if options.command == "run" and options.method is None:
         raise BadInput(f"{options.command} needs a file or the name of an entry")
     if options.command == "new" and Path(options.method or "").suffix != ".py":
         raise BadInput("new needs the name of a file, such as my_method.py")
     if options.command == "list" and options.method is not None:
         raise BadInput(f"list takes no method; use show {options.method}")
     options.tier, options.launcher = options.tier or QUICK, options.launcher or LAUNCHERS[0]
-    options.repetition, options.folder = options.folder, options.folder or OUTPUT
+    options.folder = options.folder or OUTPUT
     return options
 
 
@@ -120,7 +114,7 @@ def _new(options: argparse.Namespace) -> None:
 
 
 def _list(options: argparse.Namespace) -> None:
-    from powergossip.benchmark import library, submissions
+    from powergossip.benchmark import library, results
 
     width = max(map(len, TASKS)) + 3
     tasks = [
@@ -132,7 +126,7 @@ def _list(options: argparse.Namespace) -> None:
     tiers += [[tier, str(TRIES[tier]), str(len(SEEDS))] for tier in TIERS]
     done = {
         found["name"]: ", ".join(found["tiers"])
-        for found in submissions.read_all([submissions.OF_LIBRARY, options.folder], _warn)
+        for found in results.read_all([results.OF_LIBRARY, options.folder], _warn)
     }
     entries = [["entry", "results"]]
     entries += [[name, done.get(name, "")] for name in dict.fromkeys((*library.ENTRIES, *done))]
@@ -140,7 +134,7 @@ def _list(options: argparse.Namespace) -> None:
 
 
 def _run(options: argparse.Namespace) -> None:
-    from powergossip.benchmark import entries, submissions
+    from powergossip.benchmark import entries, results
     from powergossip.benchmark.campaign import Campaign
     from powergossip.runner.runner import carry_out
 
@@ -148,8 +142,6 @@ def _run(options: argparse.Namespace) -> None:
     names, method = options.task or list(TASKS), options.method
     if Path(method).suffix:
         method = str(Path(method).resolve())
-        if options.task is None and method.endswith(".json"):
-            names = list(submissions.read(Path(method))["tiers"].get(options.tier, TASKS))
     alone = len(set(options.task or ())) == 1
     for name in options.task or ():
         if name not in entry.settings:
@@ -161,7 +153,7 @@ def _run(options: argparse.Namespace) -> None:
     own = options.folder / f"{entry.name}.json"
     if own.exists():
         try:
-            submissions.read(own)
+            results.read(own)
         except BadInput as error:
             raise BadInput(f"{error}; move it, so that it is not overwritten") from error
     campaign.tasks = [task for task in campaign.tasks if accepts(entry, task, options.tier, alone)]
@@ -175,9 +167,9 @@ def _run(options: argparse.Namespace) -> None:
         failed = carry_out(campaign.experiment, campaign.folder, cores, options.launcher)
     for run in failed:
         print(f"failed: {campaign.folder.of(run) / 'log.txt'}", file=sys.stderr)
-    results = campaign.results()
-    if results:
-        path, note = submissions.save(entry, options.tier, results, options.folder)
+    found = campaign.results()
+    if found:
+        path, note = results.save(entry, options.tier, found, options.folder)
         print(f"{note}\n" * bool(note), end="")
         where = "" if options.folder == OUTPUT else f" --folder {shlex.quote(str(options.folder))}"
         show = f"powergossip-benchmark show {entry.name}{where}"
@@ -209,14 +201,10 @@ def accepts(entry: Entry, task: BenchmarkTask, tier: str, alone: bool = False) -
 
 
 def _show(options: argparse.Namespace) -> None:
-    from powergossip.benchmark import page, submissions
+    from powergossip.benchmark import page, results
 
-    found = submissions.read_all([submissions.OF_LIBRARY, options.folder], _warn)
+    found = results.read_all([results.OF_LIBRARY, options.folder], _warn)
     chosen = _name(options.method)
-    if chosen and options.method.endswith(".json"):
-        own = submissions.read(Path(options.method))
-        chosen = own["name"]
-        found = [entry for entry in found if entry["name"] != chosen] + [own]
     names = [entry["name"] for entry in found]
     if chosen and chosen not in names:
         raise BadInput(
@@ -224,9 +212,6 @@ def _show(options: argparse.Namespace) -> None:
         )
     tasks = options.task or list(TASKS)
     for entry in found:
-        wrong = submissions.problems(entry)
-        if wrong:
-            _warn(f"{entry['name']} is not valid: {'; '.join(wrong)}")
         if entry["name"] == chosen and not {*tasks} & {*entry["tiers"].get(options.tier, {})}:
             missing = f"{', '.join(tasks)} in the tier {options.tier}"
             raise BadInput(f"{chosen} has no results of {missing}; run it first")
@@ -237,72 +222,6 @@ def _show(options: argparse.Namespace) -> None:
             print(f"written: {path}")
 
 
-def _check(options: argparse.Namespace) -> None:
-    from powergossip.benchmark import submissions
-
-    path, found, again = _checked(options)
-    print(f"{path} is valid: {_tasks(found)}")
-    if again:
-        agreeing = len(submissions.common_tasks(found, again))
-        print(f"{agreeing} of them agree with {options.folder / again['name']}.json")
-
-
-Results = Mapping[str, Any]
-
-
-def _tasks(found: Results) -> str:
-    """How many of the tasks have results."""
-    of_tiers = found["tiers"].items()
-    return ", ".join(f"{len(of)} of {len(TASKS)} tasks in {tier}" for tier, of in of_tiers)
-
-
-def _checked(options: argparse.Namespace) -> tuple[Path, Results, Results | None]:
-    """A file of results, its contents, and those of its repetition. Raises BadInput."""
-    from powergossip.benchmark import submissions
-
-    path = Path(options.method)
-    if path.suffix != ".json":
-        path = options.folder / f"{_name(options.method)}.json"
-        if not path.exists() and (submissions.OF_LIBRARY / path.name).exists():
-            path = submissions.OF_LIBRARY / path.name
-    found, again = submissions.read(path), None
-    repeated = options.folder / f"{found['name']}.json"
-    if options.repetition and path.parent.resolve() != options.repetition.resolve():
-        if not repeated.exists():
-            folder = shlex.quote(str(options.folder))
-            raise BadInput(f"there is no repetition {repeated}; run {path} --folder {folder}")
-        again = submissions.read(repeated)
-    wrong = submissions.problems(found, again)
-    wrong += [f"the tier {QUICK} is missing"] * (not found["tiers"].get(QUICK))
-    if wrong:
-        raise BadInput(f"{path} is not valid: {'; '.join(wrong)}")
-    return path, found, again
-
-
-def _submit(options: argparse.Namespace) -> None:
-    from powergossip.benchmark import records, submissions
-
-    clone = options.output or Path()
-    folder = clone / "powergossip" / "benchmark" / "submissions"
-    if not folder.is_dir():
-        raise BadInput(f"{clone.resolve()} is no clone of the repository; use --output CLONE")
-    _, found, _ = _checked(options)
-    target = folder / f"{found['name']}.json"
-    if target.exists() and submissions.read(target)["source"] != found["source"]:
-        raise BadInput(f"{target} has results of other code; use another NAME")
-    for tier, results in found["tiers"].items():
-        submissions.save(Entry(found["name"], found["source"], {}), tier, results, folder)
-    every, page = submissions.read_all([folder], _warn), clone / records.FILE
-    before, text = page.read_text() if page.exists() else "", records.page(every)
-    page.write_text(text)
-    print(f"written, for a pull request: {target}" + f", {page}" * (text != before))
-    print(f"{target.name} has {_tasks(submissions.read(target))}")
-    for name in records.TARGETS:
-        print(records.sentence(TASKS[name], found["name"], every))
-
-
 def _name(method: str | None) -> str | None:
     """The name of an entry, also from the name of a file."""
-    if method is None or Path(method).suffix not in (".py", ".json"):
-        return method
-    return Path(method).stem
+    return Path(method).stem if method and method.endswith(".py") else method

@@ -60,11 +60,6 @@ class Line:
         return str(self.found["made"].get("processor", "unknown"))
 
     @property
-    def megabytes_of_step(self) -> float:
-        """Megabytes that a worker sends in a step, on average."""
-        return sum(self.last("MB")) / max(1, sum(self.last("step")))
-
-    @property
     def quality(self) -> float:
         """The mean model's measure, larger is better. −∞ if a run diverged."""
         if self.diverged:
@@ -173,7 +168,7 @@ def pair(first: Line, second: Line) -> Pair:
     return Pair(mean, margin, "better" if gain > 0 else "worse")
 
 
-def difference(first: Line, second: Line, level: float = LEVEL) -> tuple[float, float]:
+def difference(first: Line, second: Line) -> tuple[float, float]:
     """The mean of first − second over the seeds whose two runs did not diverge.
 
     Returns it, and half of its interval, at least the resolution: equal differences of a few seeds
@@ -190,17 +185,12 @@ def difference(first: Line, second: Line, level: float = LEVEL) -> tuple[float, 
     mean = sum(differences) / n if n else math.nan
     if n < 2:
         return mean, math.inf
-    margin = quantile(level, n) * deviation(differences) / math.sqrt(n)
+    margin = _quantile(n) * stdev(differences) / math.sqrt(n)
     return mean, max(margin, first.resolution)
 
 
-def deviation(values: Sequence[float]) -> float:
-    """The standard deviation of a sample, ∞ for less than two values."""
-    return stdev(values) if len(values) > 1 else math.inf
-
-
-def quantile(level: float, n: int) -> float:
-    """The value of Student's t, for n values, that is exceeded on both sides by 1 − level."""
+def _quantile(n: int) -> float:
+    """The value of Student's t, for n values, that is exceeded on both sides by 1 − LEVEL."""
     from scipy.stats import t
 
-    return float(t.ppf(0.5 + level / 2, max(1, n - 1)))
+    return float(t.ppf(0.5 + LEVEL / 2, n - 1))

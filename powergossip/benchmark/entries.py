@@ -61,7 +61,7 @@ class Entry:
 
 
 def find(text: str) -> Entry:
-    """The entry of a library's method by its name, of a file NAME.py, or of a file of results.
+    """The entry of a library's method by its name, or of a file NAME.py.
 
     Raises:
         BadInput: If there is no such entry, or if its settings are not accepted.
@@ -69,7 +69,7 @@ def find(text: str) -> Entry:
     path = Path(text)
     if text in library.ENTRIES:
         return _entry(text, "", library.ENTRIES[text])
-    if path.suffix not in (".py", ".json"):
+    if path.suffix != ".py":
         raise BadInput(
             f'method "{text}" is unknown; give the path of a file, such as my_method.py, or one of '
             f"{', '.join(library.ENTRIES)}"
@@ -79,29 +79,11 @@ def find(text: str) -> Entry:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not text in UTF-8"
         raise BadInput(f"{path} cannot be read: {reason}") from error
-    if path.suffix == ".py":
-        return from_source(content, path)
-    try:
-        found = json.loads(content)
-        name, source = found["name"], found["source"]
-        if not isinstance(source, str):
-            raise ValueError
-    except (ValueError, TypeError, KeyError) as error:
-        raise BadInput(f"{path} is no file of results; `run` writes them") from error
-    check_name(name)
-    if source:
-        return from_source(source, path, name)
-    if name not in library.ENTRIES:
-        raise BadInput(f'{path} has no source, and the library no entry "{name}"')
-    return find(name)
+    return from_source(content, path)
 
 
-def from_source(source: str, path: Path, name: str | None = None) -> Entry:
-    """The entry of a user's file with this text, which is executed. Raises BadInput.
-
-    Args:
-        name: Its name where the file has none. None: the path's name.
-    """
+def from_source(source: str, path: Path) -> Entry:
+    """The entry of a user's file with this text, which is executed. Raises BadInput."""
     module = ModuleType(MODULE)
     module.__file__ = str(path)
     sys.modules[module.__name__] = module  # for dataclasses and pickle
@@ -117,7 +99,7 @@ def from_source(source: str, path: Path, name: str | None = None) -> Entry:
     settings = getattr(module, "SETTINGS", None)
     if not settings:
         raise BadInput(f"{path} has no SETTINGS; use a list of settings, or one for each task")
-    return _entry(str(getattr(module, "NAME", None) or name or path.stem), source, settings)
+    return _entry(str(getattr(module, "NAME", None) or path.stem), source, settings)
 
 
 def check_name(name: object) -> None:

@@ -52,7 +52,7 @@ def cost(
     fixed, per_neighbor = prediction.cpu_seconds(method, layout, seconds=0.3)
     topology = graph(own, run["seed"])
     degree = sum(r.weights.nnz for r in topology.rounds) / topology.period / topology.n_workers
-    found["cpu"] = (fixed + degree * per_neighbor) / method.interval
+    found["cpu"] = (fixed + degree * per_neighbor) / method.local_steps
     last = run["evaluations"][-1]
     bits = 8e6 * last["MB"] / last["step"]
     traffic = _scaled(prediction.count(method, layout), topology, method, bits)
@@ -62,7 +62,7 @@ def cost(
             topology.n_workers, rate, LATENCY, per_message=PER_MESSAGE, per_byte=PER_BYTE
         )
         step = prediction.step(
-            traffic, topology, cluster, compute, method.overlaps, method.interval
+            traffic, topology, cluster, compute, method.overlaps, method.local_steps
         )
         found["step_seconds"][name] = step.seconds
     return found
@@ -111,7 +111,7 @@ def _scaled(traffic: Traffic, topology: Topology, method: PredictedMethod, bits:
     n = topology.n_workers
     by_sender = [np.bincount(r.weights.indices, minlength=n) for r in topology.rounds]
     receivers = float(np.mean(by_sender, axis=0).max())
-    counted = traffic.bits(n, receivers) / method.interval
+    counted = traffic.bits(n, receivers) / method.local_steps
     factor = bits / counted if counted else 1.0
     return Traffic(
         tuple(

@@ -275,4 +275,4 @@ def _markdown(rows: Table) -> str:
     """A table whose cells do not break. Its headers do, so that it is narrow."""
     header = [textwrap.fill(cell, BREADTH).replace("\n", "<br>") for cell in rows[0]]
     content = formatting.markdown(header, rows[1:])
-    return f'<div class="sortable" style="white-space: nowrap">\n\n{content}\n\n</div>'
+    return f'<div style="white-space: nowrap">\n\n{content}\n\n</div>'

@@ -4,7 +4,6 @@ A change of anything here that changes a result raises the task's `version`. Res
 versions, tiers or data are not compared.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -38,17 +37,12 @@ class Measure:
     """A measure of a model.
 
     Attributes:
-        tolerance: Largest difference between two runs that counts as noise.
-        least, most: Its range.
         factor: Factor of the numbers that are shown.
     """
 
     name: str
     title: str
     larger_is_better: bool
-    tolerance: float
-    least: float = 0.0
-    most: float = math.inf
     factor: float = 1.0
     places: int = 3
 
@@ -56,9 +50,9 @@ class Measure:
         return f"{self.factor * value:{sign}.{self.places}f}"
 
 
-ACCURACY = Measure("accuracy", "accuracy, %", True, 0.01, most=1.0, factor=100.0, places=2)
-BITS_PER_BYTE = Measure("bits_per_byte", "bits per byte", False, 0.02)
-ERROR = Measure("error", "log₁₀ of the error", False, 0.2, least=-10.0, places=2)
+ACCURACY = Measure("accuracy", "accuracy, %", True, factor=100.0, places=2)
+BITS_PER_BYTE = Measure("bits_per_byte", "bits per byte", False)
+ERROR = Measure("error", "log₁₀ of the error", False, places=2)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ Axes: worker, host. Rates are bits per second, times are seconds.
 
 from powergossip.prediction.command_line import command, main
 from powergossip.prediction.consensus import rounds
-from powergossip.prediction.model import Cluster, Compute, Step, mean, step
+from powergossip.prediction.model import Cluster, Compute, Step, step
 from powergossip.prediction.shapes import layout, of_size
 from powergossip.prediction.traffic import (
     METHODS,
@@ -36,7 +36,6 @@ __all__ = [
     "cpu_seconds",
     "layout",
     "main",
-    "mean",
     "of_size",
     "rounds",
     "step",

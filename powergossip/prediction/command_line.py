@@ -9,8 +9,7 @@
 
 The table has, for each method and graph, the bytes and messages that a worker sends in a step, the
 time of a step, steps per second, the fraction of a step that the worker waits for messages, and the
-rounds of plain gossip until the distance between the workers has fallen tenfold. The last line
-recommends a method and graph.
+rounds of plain gossip until the distance between the workers has fallen tenfold.
 
 The bytes are counted by running a step of each method, and the CPU time of averaging is measured on
 this machine, unless --no-measure is given. The time of a gradient is given by --compute. Nothing is
@@ -43,10 +42,8 @@ GRAPHS = ("ring", "torus", "exponential", "one-peer-exponential", "base-graph")
 MOST_WORKERS = 100_000  # beyond them, graphs take minutes
 SECONDS = 0.1  # of a measurement of averaging
 # Options of --method for rounds of local steps, not for the algorithm
-ROUNDS = ("local_steps", "fragments", "gradient_correction", "overlapping")
-TOLERANCE = 1.25  # times the fastest step: slower steps are not recommended
-PER_MESSAGE = "130us"  # CPU time of Open MPI over TCP, see docs/prediction.md
-PER_BYTE = "0.8ns"
+ROUNDS = ("local_steps", "overlapping")
+PER_MESSAGE, PER_BYTE = 130e-6, 0.8e-9  # CPU seconds of Open MPI over TCP, see docs/prediction.md
 
 
 def rate(name: str, text: str) -> float:
@@ -77,21 +74,14 @@ class Line:
     """A row of the table.
 
     Attributes:
-        fidelity: Index of the method in the order of decreasing fidelity, or of an earlier one that
-            is as good.
         graph: Name of the graph, "" without one.
         rounds: Number of rounds of gossip, see `consensus.rounds`.
     """
 
     method: str
     graph: str
-    fidelity: int
     step: "Step"
     rounds: float
-
-    @property
-    def name(self) -> str:
-        return f"{self.method} on {self.graph}" if self.graph else self.method
 
     @property
     def cells(self) -> list[str]:
@@ -124,17 +114,16 @@ def _predict(options: argparse.Namespace) -> None:
     checks.check("--workers", n, n <= MOST_WORKERS, f"at most {MOST_WORKERS:,}")
     hosts = n if options.hosts is None else _whole("--hosts", options.hosts)
     checks.check("--hosts", hosts, n % hosts == 0, f"a divisor of the {n} workers")
-    cores = n // hosts if options.cores is None else _whole("--cores", options.cores)
     bits, latency = rate("--rate", options.rate), duration("--latency", options.latency)
     gradient = duration("--compute", options.compute)
-    per_message = duration("--message-cpu", options.message_cpu)
-    per_byte = duration("--byte-cpu", options.byte_cpu)
 
     from powergossip import topologies
     from powergossip.network import torch_kept
     from powergossip.prediction import model, shapes
 
-    cluster = model.Cluster(hosts, bits, latency, cores, per_message=per_message, per_byte=per_byte)
+    cluster = model.Cluster(
+        hosts, bits, latency, n // hosts, per_message=PER_MESSAGE, per_byte=PER_BYTE
+    )
     layout, methods, graphs = shapes.layout(options.model), _methods(options.method), {}
     for name in options.topology or GRAPHS:
         try:
@@ -149,9 +138,7 @@ def _predict(options: argparse.Namespace) -> None:
     place = f"{n} workers on {hosts} hosts, links of {options.rate}, latency {options.latency}"
     described = f"{options.model}: {shapes.described(layout)}"
     table = formatting.plain([HEADER, *(line.cells for line in lines)])
-    print(
-        f"{described}. {place}, gradient {options.compute}.\n\n{table}\n\n{recommendation(lines)}"
-    )
+    print(f"{described}. {place}, gradient {options.compute}.\n\n{table}\n")
     print("Rounds are those of plain gossip. Compressed methods need more. Accuracy and the number "
           "of steps to a target are not predicted.")  # fmt: skip
     if not gradient:
@@ -174,62 +161,21 @@ def _lines(
 
     torch.set_num_threads(1)  # a worker has one core
     of_graph, lines = cache(rounds), []
-    order = [method.at_once for method in methods.values()]
     for label, method in methods.items():
-        fidelity = order.index(method.at_once)
         try:
-            parts = [(part, traffic.count(method, part)) for part in method.layouts(layout)]
+            sent = traffic.count(method, layout)
         except ValueError as error:
             raise BadInput(f"--method {label}: {error}") from error
-        computes = [
-            model.Compute(
-                gradient, *(traffic.cpu_seconds(method, part, SECONDS) if measured else (0.0, 0.0))
-            )
-            for part, _ in parts
-        ]
+        averaging = traffic.cpu_seconds(method, layout, SECONDS) if measured else (0.0, 0.0)
+        compute = model.Compute(gradient, *averaging)
         if method.gossips:
             used = {name: graph for name, graph in graphs.items() if not method.rejects(graph)}
         else:  # the graph makes no difference
             used = {"": next(iter(graphs.values()))}
         for name, graph in used.items():
-            steps = [
-                model.step(sent, graph, cluster, compute, method.overlaps, method.interval)
-                for (_, sent), compute in zip(parts, computes, strict=True)
-            ]
-            step = model.mean(steps)
-            lines.append(
-                Line(label, name, fidelity, step, of_graph(graph) if method.gossips else 1.0)
-            )
+            step = model.step(sent, graph, cluster, compute, method.overlaps, method.local_steps)
+            lines.append(Line(label, name, step, of_graph(graph) if method.gossips else 1.0))
     return lines
-
-
-def recommendation(lines: Sequence[Line]) -> str:
-    """A sentence with the recommended method and graph, and the reason.
-
-    Among the combinations with a step of at most 1.25 times the fastest one, it has the fewest
-    rounds of gossip. Among equals, it has the highest fidelity, then fewer messages, then the
-    faster step.
-    """
-
-    def order(line: Line) -> tuple[float, int, float, float]:
-        rounds = math.inf if math.isnan(line.rounds) else line.rounds
-        return rounds, line.fidelity, line.step.messages, line.step.seconds
-
-    fastest = min(lines, key=lambda line: line.step.seconds)
-    near = (line for line in lines if line.step.seconds <= TOLERANCE * fastest.step.seconds)
-    best = min(near, key=order)
-    reason = "the fastest" if best is fastest else (
-        f"at most {TOLERANCE:g} times the fastest, {fastest.name} with "
-        f"{_time(fastest.step.seconds)}"
-    )  # fmt: skip
-    agreement = "workers agree after each step" if best.rounds == 1 else (
-        f"the graph brings workers together tenfold in {best.rounds:.3g} rounds, the fewest "
-        "among steps as fast"
-    )  # fmt: skip
-    return (
-        f"Recommended: {best.name}, since its step of {_time(best.step.seconds)} is {reason}, and "
-        f"{agreement}."
-    )
 
 
 def _time(seconds: float) -> str:
@@ -281,13 +227,10 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--latency", default="0", metavar="TIME", help="from a host to another, such as 20ms (0)")
     add("--compute", default="0", metavar="TIME", help="CPU time of a worker's gradient (0)")
     add("--hosts", metavar="N", help="hosts of equal numbers of workers (one for each worker)")
-    add("--cores", metavar="N", help="cores of a host (one for each of its workers)")
     add("--method", action="append", default=[], metavar="METHOD",
         help="NAME:OPTION=VALUE,… like power-gossip:rank=2; repeatable (nine)")  # fmt: skip
     add("--topology", action="append", default=[], metavar="GRAPH",
         help=f"repeatable ({', '.join(GRAPHS)})")  # fmt: skip
-    add("--message-cpu", default=PER_MESSAGE, metavar="TIME", help=f"of a message ({PER_MESSAGE})")
-    add("--byte-cpu", default=PER_BYTE, metavar="TIME", help=f"of a byte ({PER_BYTE})")
     add("--no-measure", action="store_true", help="averaging takes no CPU time")
     options = command_line.parsed(parser, arguments)
     for name in ("rate", "workers", "model"):

@@ -165,13 +165,7 @@ def step(
         _step_of(traffic, load, n, cluster, compute, overlapping, interval)
         for load in _loads(topology, hosts)
     ]
-    return mean([Step(*of_round) for of_round in rounds])
-
-
-def mean(steps: Sequence[Step]) -> Step:
-    """The mean of steps, such as those that exchange different fragments of a model."""
-    columns = zip(*(vars(step).values() for step in steps), strict=True)
-    return Step(*(sum(column) / len(steps) for column in columns))
+    return Step(*(sum(column) / len(rounds) for column in zip(*rounds, strict=True)))
 
 
 def _step_of(

@@ -6,7 +6,7 @@ number of receivers.
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -15,7 +15,6 @@ from torch import Tensor
 
 from powergossip import checks, topologies
 from powergossip.algorithms import aggregation
-from powergossip.algorithms.learning.outer import divided
 from powergossip.algorithms.method import SMALL, Method
 from powergossip.network import (
     Conversation,
@@ -45,8 +44,6 @@ class PredictedMethod:
 
     Attributes:
         local_steps: Number of local steps in a round.
-        fragments: Number of parts of the model, whose rounds end at different steps.
-        gradient_correction: True if gradients are corrected: messages have two variables.
         overlapping: True if messages are in flight during gradients: the messages of the first
             phase of a step, or of a whole round. None: for gossip in every step.
 
@@ -57,8 +54,6 @@ class PredictedMethod:
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)
     local_steps: int = 1
-    fragments: int = 1
-    gradient_correction: bool = False
     overlapping: bool | None = None
 
     def __post_init__(self) -> None:
@@ -66,15 +61,10 @@ class PredictedMethod:
         checks.at_least_one("local_steps", self.local_steps)
         ok = self.local_steps == 1 or averages or self.name in aggregation.OF_LOCAL_STEPS
         checks.check("local_steps", self.local_steps, ok, f"1 with {self.name}")
-        checks.at_least_one("fragments", self.fragments)
-        ok = self.fragments == 1 or (averages and self.local_steps % self.fragments == 0)
-        checks.check("fragments", self.fragments, ok, "a divisor of local_steps, 1 for gradients")
-        allowed = {"gradient_correction": averages, "overlapping": self.gossips}
-        for option, possible in allowed.items():
-            value = getattr(self, option)
-            ok = value in (None, False) or (value is True and possible)
-            accepted = "true or false" if possible else f"false with {self.name}"
-            checks.check(option, value, ok, accepted)
+        value, possible = self.overlapping, self.gossips
+        ok = value in (None, False) or (value is True and possible)
+        accepted = "true or false" if possible else f"false with {self.name}"
+        checks.check("overlapping", value, ok, accepted)
 
     @property
     def gossips(self) -> bool:
@@ -88,31 +78,10 @@ class PredictedMethod:
             self.gossips and self.local_steps == 1 if self.overlapping is None else self.overlapping
         )
 
-    @property
-    def interval(self) -> int:
-        """Number of steps from one exchange of messages to the next."""
-        return self.local_steps // self.fragments
-
-    def layouts(self, layout: Layout) -> list[Layout]:
-        """The tensors of the messages of each fragment."""
-        shapes, variables = layout.shapes, 1 + self.gradient_correction
-        parts = divided(layout, self.fragments)
-        return [Layout([shapes[i] for i in part] * variables) for part in parts]
-
     @cached_property
     def method(self) -> Method:
         """The method of its name and options. Raises ValueError."""
         return Method.of(self.name, options=self.options)
-
-    @property
-    def at_once(self) -> "PredictedMethod":
-        """The method of equal fidelity with the fewest messages: r directions in each of k
-        iterations of PowerGossip are as good as r k directions in one."""
-        if self.name != "power-gossip":
-            return self
-        rank, iterations = (self.method.options[key] for key in ("rank", "num_iterations"))
-        one = {"rank": rank * iterations, "num_iterations": 1}
-        return replace(self, options={**self.options, **one})
 
     def build(self, network: Network, layout: Layout) -> Callable[[Tensor], Conversation]:
         """Return a function of x [worker, D] that makes a step. ValueError for bad options."""

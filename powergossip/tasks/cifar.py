@@ -1,7 +1,7 @@
 """CIFAR-10 and CIFAR-100: 50,000 + 10,000 color images of 32 × 32 pixels, 10 or 100 labels.
 
 The files are from https://www.cs.toronto.edu/~kriz/cifar.html, which describes their formats: the
-"python version" or the "binary version", as an archive or unpacked.
+"python version" or the "binary version", unpacked.
 
 References:
     Krizhevsky (2009), "Learning multiple layers of features from tiny images".
@@ -9,10 +9,8 @@ References:
 
 import io
 import pickle
-import tarfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +36,6 @@ DEFAULTS: Mapping[str, Any] = {
 }
 
 Parse = Callable[[bytes], tuple[np.ndarray, list[int]]]  # content → images, labels
-Read = Callable[[str, bytes], LabeledImages]  # (name for error messages, content) → images
 
 
 @dataclass(frozen=True)
@@ -65,12 +62,14 @@ class Cifar:
 
     def load(self, options: TaskOptions) -> tuple[LabeledImages, LabeledImages]:
         """Training and test images, in the order of the files."""
-        readers = self._readers()
         hub = data_files.Hub(f"uoft-cs/{self.name.replace('-', '')}", self._binary, self._convert)
-        remedy = f"get {self.name}-python.tar.gz from {ADDRESS}"
-        source = data_files.DataSource(options.task, tuple(readers), hub, remedy=remedy)
+        remedy = f"unpack {self.name}-python.tar.gz from {ADDRESS}"
+        source = data_files.DataSource(
+            options.task, (self._python, self._binary), hub, remedy=remedy
+        )
         form, paths = data_files.find(source, options.data_dir, options.download)
-        *batches, test = readers[form](paths)
+        parse = self._pickled if form == self._python else self._records
+        *batches, test = (self._images(parse, path) for path in paths)
         train = LabeledImages(
             torch.cat([batch.images for batch in batches]),
             torch.cat([batch.labels for batch in batches]),
@@ -85,19 +84,9 @@ class Cifar:
     def _binary(self) -> data_files.Form:
         return data_files.Form(tuple(f"{batch}.bin" for batch in self.batches), self.binary_folder)
 
-    def _readers(self) -> dict[data_files.Form, Callable[[list[Path]], list[LabeledImages]]]:
-        """Form of the data → a function from its files to the batches."""
-        python_archive = data_files.Form((f"{self.name}-python.tar.gz",))
-        binary_archive = data_files.Form((f"{self.name}-binary.tar.gz",))
-        return {
-            self._python: partial(_unpacked, partial(self._images, self._pickled)),
-            self._binary: partial(_unpacked, partial(self._images, self._records)),
-            python_archive: partial(_archived, partial(self._images, self._pickled), self._python),
-            binary_archive: partial(_archived, partial(self._images, self._records), self._binary),
-        }
-
-    def _images(self, parse: Parse, where: str, content: bytes) -> LabeledImages:
+    def _images(self, parse: Parse, path: Path) -> LabeledImages:
         """The images and labels of a file. Raises ValueError, with its name, if it has others."""
+        content = data_files.read(path)
         try:
             data, found = parse(content)
             images, labels = torch.from_numpy(data.copy()), torch.tensor(found)
@@ -109,7 +98,7 @@ class Cifar:
                 raise ValueError(f"use labels 0 to {self.n_labels - 1}")
         except Exception as error:  # damaged pickles raise exceptions of any type
             reason = f"{type(error).__name__}: {error}"
-            raise ValueError(f"{where} is damaged, or no file of {self.name}: {reason}") from error
+            raise ValueError(f"{path} is damaged, or no file of {self.name}: {reason}") from error
         return LabeledImages(images.view(-1, *SHAPE), labels)
 
     def _pickled(self, content: bytes) -> tuple[np.ndarray, list[int]]:
@@ -158,28 +147,6 @@ CIFAR100 = Cifar(
     labels_key=b"fine_labels",
     label_columns=("coarse_label", "fine_label"),
 )
-
-
-def _unpacked(read: Read, paths: list[Path]) -> list[LabeledImages]:
-    return [read(str(path), data_files.read(path)) for path in paths]
-
-
-def _archived(read: Read, form: data_files.Form, paths: list[Path]) -> list[LabeledImages]:
-    """Parse the files of a form from their archive, the only path."""
-    (path,) = paths
-    content = data_files.uncompressed(path)
-    batches = []
-    try:
-        with tarfile.open(fileobj=io.BytesIO(content)) as archive:
-            for name in form.names:
-                member = archive.extractfile(f"{form.folder}/{name}")
-                assert member is not None
-                batches.append((f"{path}: {name}", member.read()))
-    except KeyError as error:
-        raise ValueError(f"{path} lacks a file: {error.args[0]}") from error
-    except tarfile.TarError as error:
-        raise ValueError(f"{path} is damaged or truncated: {error}") from error
-    return [read(where, content) for where, content in batches]
 
 
 class _Unpickler(pickle.Unpickler):

@@ -1,4 +1,4 @@
-"""Data files: search, checksums, download.
+"""Data files: search, download.
 
 The files of a task are searched for in `data_dir`. Without it, they are searched for in $DATA, in
 places specific to the task (such as a package of the distribution) and in the user's cache.
@@ -7,10 +7,8 @@ none of these places are downloaded from the Hugging Face hub to the cache.
 """
 
 import gzip
-import hashlib
 import importlib.util
 import os
-import re
 import tempfile
 import threading
 import zlib
@@ -21,7 +19,6 @@ from typing import Any
 
 from powergossip.atomic_files import scratch
 
-SUMS = "SHA256SUMS"
 GZIP_MAGIC = b"\x1f\x8b"
 PATIENCE = 5.0  # seconds: timeout of the hub
 
@@ -168,21 +165,11 @@ def _not_found(source: DataSource, places: Sequence[Path], problem: _Problem) ->
 
 
 def read(path: Path) -> bytes:
-    """Read a file, and verify its checksum if a SHA256SUMS in its folder or the one above has it.
-
-    Raises ValueError, with the path, if it cannot be read or if the checksum is wrong.
-    """
+    """The content of a file. Raises ValueError, with the path, if it cannot be read."""
     try:
-        content = path.read_bytes()
+        return path.read_bytes()
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror or error}") from error
-    for folder in (path.parent, path.parent.parent):
-        for listed in _sums(folder, path.relative_to(folder)):
-            if listed != hashlib.sha256(content).hexdigest():
-                raise ValueError(
-                    f"{path} does not match {SUMS}; download it again, or remove it from {SUMS}"
-                )
-    return content
 
 
 def uncompressed(path: Path) -> bytes:
@@ -197,47 +184,21 @@ def uncompressed(path: Path) -> bytes:
         raise ValueError(f"{path} is damaged or truncated: {error}") from error
 
 
-def _sums(folder: Path, name: Path) -> Iterator[str]:
-    """The checksums of a file in the SHA256SUMS of a folder.
-
-    A line is the checksum, a blank, a blank or an asterisk, and the name, as sha256sum writes it. A
-    leading backslash marks an escaped name, which our files never need. Raises ValueError for any
-    other line.
-    """
-    try:
-        lines = (folder / SUMS).read_text(encoding="utf-8", errors="replace").splitlines()
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise ValueError(f"{folder / SUMS} cannot be read: {error.strerror or error}") from error
-    for number, line in enumerate(lines, 1):
-        match = re.fullmatch(r"\\?([0-9a-fA-F]{64}) [ *](.+)", line)
-        if match is None and line.strip():
-            raise ValueError(
-                f"{folder / SUMS}, line {number}: {line!r} is not a checksum and a name"
-            )
-        if match is not None and Path(match[2]) == name:
-            yield match[1].lower()
-
-
 # Downloading
 
 
 def write(folder: Path, contents: Iterable[tuple[str, bytes]]) -> None:
-    """Write files, (name, content) each, and their SHA256SUMS to a folder, which is created.
+    """Write files, (name, content) each, to a folder, which is created.
 
     All files are first written to a temporary folder and then renamed: each appears complete, even
-    if several processes write concurrently. SHA256SUMS is renamed first, so that a killed process
-    cannot leave all files without their checksums.
+    if several processes write concurrently.
     """
     with scratch(folder) as place:
-        sums = {}
+        names = []
         for name, content in contents:
             (place / name).write_bytes(content)
-            sums[name] = hashlib.sha256(content).hexdigest()
-        lines = [f"{value}  {name}\n" for name, value in sums.items()]
-        (place / SUMS).write_text("".join(lines))
-        for name in (SUMS, *sums):
+            names.append(name)
+        for name in names:
             (place / name).replace(folder / name)
 
 

@@ -23,8 +23,7 @@ UNSIGNED_BYTE = 8
 def read(path: Path, rank: int) -> Tensor:
     """Read the array of a file, which must have `rank` axes: uint8. The file may be gzipped.
 
-    Raises ValueError, with the file and its content, if it is damaged, of another format, or does
-    not match the SHA256SUMS beside it.
+    Raises ValueError, with the file and its content, if it is damaged or of another format.
     """
     content = bytearray(data_files.uncompressed(path))
     start = 4 + 4 * rank

@@ -28,7 +28,6 @@ from powergossip.user_functions import Named, users_code
 
 EVALUATION_BATCHES = 2  # training batches in one of evaluation, which needs no gradients
 _Ahead = deque[tuple[int, Pending]]  # step, its batch
-KEPT_BYTES = 2**28  # of test and validation data, in each process
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class Datasets:
     the labels on the last axis of the outputs, and the metric accuracy beside it. Targets of −100
     are ignored. For floating-point targets it is the mean squared error. A loss is logged as
     cross_entropy or mse, or as loss if it is given. The main metric is the accuracy, or else the
-    loss. Labels are the `targets` of the training data, or else the labels of its samples.
+    loss. Labels are the `targets` of the training data.
 
     Attributes:
         train: Training data, map-style: d[i] for 0 ≤ i < len(d). A sample is (input, ..., target).
@@ -60,6 +59,7 @@ class Datasets:
         forward: forward(model, batch), which returns (outputs, targets).
         collate: Function of a list of samples that returns a batch.
         labels: Labels of the training data: an integer for each sample, for partitions by label.
+            They are needed for these where the training data have no `targets`.
         columns: Columns of the training data by name, with a value for each sample, for partitions
             by column. A DataFrame is possible.
     """
@@ -105,8 +105,6 @@ class DatasetTask(modules.ModelTask):
         # worker → epoch, lost workers, and batches of its next steps
         self._ahead: dict[int, tuple[tuple[int, frozenset[int]], _Ahead]] = {}
         self._evaluation_size = EVALUATION_BATCHES * options.batch_size  # samples in a batch
-        self._kept: dict[tuple[Split, int], Any] = {}  # batches of evaluation
-        self._room = KEPT_BYTES
 
         needs_labels = options.decentralized or options.dirichlet_alpha is not None
         labels = self._find_labels(sizes["train"], needs_labels)
@@ -141,27 +139,12 @@ class DatasetTask(modules.ModelTask):
         given = self._datasets.labels
         found = sample_attribute(self._datasets.train, "targets") if given is None else given
         labels = integers(found, size)
-        if labels is None and given is None and needed:
-            labels = integers(self._targets(), size)
         if labels is None and (needed or given is not None):
             raise ValueError(
                 f"{self._place}: a partition by label needs an integer for each of the {size} "
                 "training samples; give labels to Datasets"
             )
         return None if labels is None else labels.unique(return_inverse=True)[1]
-
-    def _targets(self) -> Tensor | None:
-        """The last entries of all training samples, if they are tensors."""
-        size = self._evaluation_size
-        n_samples = len(self._datasets.train)
-        batches = [tuple(range(i, min(i + size, n_samples))) for i in range(0, n_samples, size)]
-        targets = []
-        for batch in self._loader.in_order(Request("train", samples, 0) for samples in batches):
-            last = batch[-1] if isinstance(batch, (tuple, list)) and batch else None
-            if not isinstance(last, Tensor) or last.ndim != 1:
-                return None
-            targets.append(last)
-        return torch.cat(targets)
 
     def _held_out(self, labels: Tensor | None, size: int) -> np.ndarray:
         """True where a training sample is held out for validation: bool [sample]."""
@@ -374,34 +357,16 @@ class DatasetTask(modules.ModelTask):
         return {name: value.item() for name, value in sums.items()} | {"count": count}
 
     def _evaluation_batches(self, split: Split, chosen: range) -> Iterator[tuple[int, Any]]:
-        """Numbers of samples, and batches, of these batches of a split. Those that fit are kept."""
+        """Numbers of samples, and batches, of these batches of a split."""
         size = self._evaluation_size
         samples = {
             i: tuple(self._indices[split][i * size : (i + 1) * size].tolist()) for i in chosen
         }
-        missing = [i for i in chosen if (split, i) not in self._kept]
         loaded = self._loader.in_order(
-            Request(self._data[split], samples[i], torch_seed(0, "evaluation", i)) for i in missing
+            Request(self._data[split], samples[i], torch_seed(0, "evaluation", i)) for i in chosen
         )
-        for i in chosen:
-            batch = _copied(self._kept.get((split, i)))  # a model may change its inputs in place
-            if batch is None:
-                batch = next(loaded)
-                if split != "train":
-                    self._keep((split, i), batch)
+        for i, batch in zip(chosen, loaded, strict=True):
             yield len(samples[i]), batch
-
-    def _keep(self, place: tuple[Split, int], batch: Any) -> None:
-        """Keep a batch for the next evaluation, if there is room and it needs to be loaded."""
-        if self._loader.in_memory or not isinstance(batch, (tuple, list)):
-            return
-        if not all(isinstance(tensor, Tensor) and tensor.is_cpu for tensor in batch):
-            return
-        size = sum(tensor.nbytes for tensor in batch)
-        if size <= self._room:
-            self._room -= size
-            # Copies, since a tensor of another process holds an open file.
-            self._kept[place] = _copied(batch)
 
     def _weight(self, targets: Any, samples: int) -> float:
         """The weight of a batch in the mean over all."""
@@ -487,11 +452,6 @@ def _moved(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, (tuple, list)):
         return _like(batch, [_moved(value, device) for value in batch])
     return batch
-
-
-def _copied(batch: Any) -> Any:
-    """A copy of a sequence of tensors. None of None."""
-    return None if batch is None else _like(batch, [tensor.clone() for tensor in batch])
 
 
 def _like(batch: Any, values: list[Any]) -> Any:

@@ -1,6 +1,5 @@
 """Laws of Deep Gradient Compression: nothing is lost, the largest are sent, ratio 1 is SGD."""
 
-import json
 from collections.abc import Callable
 from math import ceil, gcd, prod
 from typing import Any
@@ -10,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks import dgc_selection
 from powergossip import topologies
 from powergossip.algorithms.dgc import CLIPPING, DGCAggregation, DGCConfig, Selector
 from powergossip.errors import BadInput
@@ -360,14 +358,6 @@ def test_bits_are_those_of_the_formula(
     assert a.compression_rate == pytest.approx(32 * layout.size / (whole + 10 * value))
     _, large = aggregation(1, [(4000, 1000)], **bits)
     assert large.compression_rate == pytest.approx(32_000 / (value + index), rel=1e-3)
-
-
-def test_the_benchmark_prints_its_measurements(capsys: pytest.CaptureFixture[str]) -> None:
-    dgc_selection.main(["size=200_000", "share=0.01", "rounds=2", "seconds=0.1"])
-    line = json.loads(capsys.readouterr().out)
-    assert line["target"] == 2_000
-    assert line["recall"] > 0.8
-    assert min(line["selection_ms"], line["topk_ms"]) > 0
 
 
 def test_only_vectors_and_only_matrices() -> None:

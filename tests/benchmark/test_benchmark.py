@@ -5,8 +5,6 @@ import hashlib
 import itertools
 import json
 import math
-import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,7 +30,7 @@ from powergossip.benchmark import (
     measuring,
     page,
     program,
-    submissions,
+    results,
     tasks,
 )
 from powergossip.benchmark.campaign import Campaign, score
@@ -46,7 +44,7 @@ from powergossip.runner.jobs import Job
 from powergossip.runner.runner import yaml_text
 from powergossip.runs import figures, metrics
 from tests.harness import launch, small_data
-from tests.harness.benchmarking import Half, differing, entry_of, line, result, written
+from tests.harness.benchmarking import Half, entry_of, line, result, written
 from tests.harness.launch import ROOT
 from tests.harness.on_device import ring
 
@@ -294,10 +292,10 @@ def test_a_method_is_tuned_on_held_out_data_and_compared_on_test_data(
         for folder in campaign.folder.of(run).glob("*-*"):
             assert set(metrics.load(folder)["split"].dropna()) == splits
 
-    results = campaign.results()
-    found = results["text_same"]
+    found_of_all = campaign.results()
+    found = found_of_all["text_same"]
     assert [run["seed"] for run in found["runs"]] == list(SEEDS)
-    for of_task in results.values():
+    for of_task in found_of_all.values():
         assert len({run["evaluations"][-1]["mean"] for run in of_task["runs"]}) == len(SEEDS)
     assert [e["step"] for e in found["runs"][0]["evaluations"]] == [2, 4]
     assert found["tried"][0]["score"] < found["tried"][1]["score"]
@@ -313,7 +311,7 @@ def test_a_method_is_tuned_on_held_out_data_and_compared_on_test_data(
     assert found["step_seconds"]["10"] > found["step_seconds"]["100"] > 0
     (bits,) = metrics.last_values(metrics.load(folder), "merge_bits")
     assert 8e6 * found["merge"] == pytest.approx(bits)
-    assert results["consensus_random"]["setting"]["optimizer_weight"] == 0.6
+    assert found_of_all["consensus_random"]["setting"]["optimizer_weight"] == 0.6
 
     done, total = campaign.work(final)
     assert done == total > 0
@@ -321,15 +319,11 @@ def test_a_method_is_tuned_on_held_out_data_and_compared_on_test_data(
     (folder / metrics.FILE).write_text('{"epoch": 1}\n{"epo')  # of 2, of the first of 3 runs
     assert campaign.work(final) == (total - total // 6, total)
 
-    saved, note = submissions.save(entry, QUICK, results, output)
+    saved, note = results.save(entry, QUICK, found_of_all, output)
     assert not note
-    content = submissions.read(saved)
-    assert submissions.problems(content) == []
-    assert entries.find(str(saved)) == entry
+    content = results.read(saved)
     shown = page.text([content], QUICK, None, "mine")
     assert "text_same" in shown
-    content["tiers"][QUICK]["text_same"]["runs"].pop()
-    assert submissions.problems(content) == [f"text_same, {QUICK}: the seeds are not 1, 2, 3"]
 
 
 def test_a_run_that_is_done_is_not_repeated(
@@ -689,6 +683,46 @@ def test_the_costs_of_a_target_lie_between_two_evaluations() -> None:
     assert less.quality == -4.0
 
 
+def test_only_results_of_the_same_data_and_version_are_compared() -> None:
+    """Those of other versions do not decide which data are the usual ones."""
+    old = [entry_of(name, result(1.0, 1.0, 1.0, version=0, data="e")) for name in ("old", "older")]
+    all_of_them = [
+        entry_of("a", result(0.8, 0.8, 0.8)),
+        entry_of("b", result(0.9, 0.9, 0.9)),
+        entry_of("other data", result(1.0, 1.0, 1.0, data="e")),
+        entry_of("diverged", result(1.0, 1.0, 1.0, diverged=[3])),
+        *old,
+    ]
+    found, others = comparison.lines(TASKS["fashion_mnist_same"], QUICK, all_of_them)
+    assert [line.name for line in found] == ["b", "a", "diverged"]
+    assert [line.resolution for line in found] == [1e-3] * 3  # of 1,000 test images
+    assert others == ["other data", "old", "older"]
+    assert comparison.lines(TASKS["fashion_mnist_same"], QUICK, old) == ([], ["old", "older"])
+    assert "another version: old, older" in page.text(old, QUICK, None, None)
+    of_matrices = [  # whose last bits differ between processors
+        entry_of(name, result(-3.0, data=name, version=3), "consensus_random") for name in "ab"
+    ]
+    assert len(comparison.lines(TASKS["consensus_random"], QUICK, of_matrices)[0]) == 2
+    shown = page.table(found)
+    assert shown[3][1] == "1 of 3 diverged"
+    assert [row[3] for row in shown] == [
+        "better · noise · worse",
+        "2 · 0 · 0",
+        "1 · 0 · 1",
+        "0 · 0 · 2",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "verdict"),
+    [([1], [1, 2], "noise"), ([1, 2, 3], [2], "noise"), ([1], [], "worse"), ([], [1], "better")],
+)
+def test_a_pair_that_diverges_is_noise(first: list[int], second: list[int], verdict: str) -> None:
+    """However many of its runs do."""
+    own, other = (line(0.5, 0.5, 0.5, diverged=diverged) for diverged in (first, second))
+    assert pair(own, other).verdict == verdict
+
+
 @given(st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), min_size=3, max_size=3))
 def test_pairs_are_antisymmetric(values: list[tuple[float, float]]) -> None:
     first, second = (line(*column) for column in zip(*values, strict=True))
@@ -772,36 +806,11 @@ def test_a_figure_has_space_for_many_entries(tmp_path: Path) -> None:
     assert page.draw(lines, tmp_path / "figure.svg")
 
 
-def test_a_click_sorts_numbers_by_their_size_and_before_texts() -> None:
-    node = shutil.which("node")
-    if node is None:
-        pytest.skip("there is no node")
-    cells = ["10.5 ± 0.1", "1 of 3 diverged", "9", "≤ 9.5", "never", "−3", ""]
-    table = f"""
-        const rows = {json.dumps(cells)}.map(text => ({{ cells: [{{ textContent: text }}] }}));
-        const body = {{ rows, appendChild: row => body.order.push(row), order: [] }};
-        const head = {{ style: {{}}, addEventListener: (_, click) => {{ head.click = click; }} }};
-        const table = {{ tHead: {{ rows: [{{ cells: [head] }}] }}, tBodies: [body] }};
-        const document = {{
-            addEventListener: (_, loaded) => {{ document.loaded = loaded; }},
-            querySelectorAll: () => [table],
-        }};
-        {(ROOT / "docs/_static/sort.js").read_text()}
-        document.loaded();
-        head.click();
-        console.log(JSON.stringify(body.order.map(row => row.cells[0].textContent)));
-    """
-    done = subprocess.run([node, "-e", table], capture_output=True, text=True, check=True)
-    numbers = ["−3", "9", "≤ 9.5", "10.5 ± 0.1"]
-    assert json.loads(done.stdout) == [*numbers, "", "1 of 3 diverged", "never"]
-
-
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
         ({"name": 3, "source": "", "tiers": {}}, "is no file of results|NAME is"),
         ({"name": "x.json", "source": "", "tiers": {}}, "NAME is"),
-        (entry_of("x", result(math.nan)), "is no file of results"),
     ],
 )
 def test_files_that_are_no_results(
@@ -811,36 +820,12 @@ def test_files_that_are_no_results(
     path = tmp_path / "x.json"
     path.write_text(json.dumps(content))
     with pytest.raises(BadInput, match=sentence):
-        command_line.main(["check", str(path)])
+        results.read(path)
     for command in ("show", "list"):
         command_line.main([command, "--folder", str(tmp_path)])
         shown = capsys.readouterr()
         assert "d-psgd" in shown.out
         assert "left out" in shown.err
-    if not content.get("tiers"):
-        with pytest.raises(BadInput, match=sentence):
-            command_line.main(["run", str(path), "--folder", str(tmp_path)])
-
-
-def test_a_file_without_source_is_of_an_entry_of_the_library(tmp_path: Path) -> None:
-    path = tmp_path / "x.json"
-    path.write_text(json.dumps({"name": "unknown", "source": "", "tiers": {}}))
-    with pytest.raises(BadInput, match='no entry "unknown'):
-        entries.find(str(path))
-
-
-def test_an_entry_keeps_its_name_where_files_are_renamed_or_copied(tmp_path: Path) -> None:
-    source = written(tmp_path, [{"optimizer": "half"}]).read_text()
-    entry = entries.find(str(tmp_path / "mine.py"))
-    path, _ = submissions.save(entry, QUICK, {"text_same": result(0.5)}, tmp_path)
-    assert entries.find(str(path.rename(tmp_path / "submitted.json"))).name == "mine"
-    (tmp_path / "second.json").write_text((tmp_path / "submitted.json").read_text())
-    (tmp_path / "second.py").write_text(source)
-    second = entries.find(str(tmp_path / "second.py"))
-    path, _ = submissions.save(second, QUICK, {"text_topics": result(0.5)}, tmp_path)
-    found = submissions.read(path)
-    assert found["name"] == "second"
-    assert list(found["tiers"][QUICK]) == ["text_same", "text_topics"]
 
 
 def test_results_in_two_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -848,14 +833,14 @@ def test_results_in_two_folders(tmp_path: Path, capsys: pytest.CaptureFixture[st
     folders = [tmp_path / "library", tmp_path / "own"]
     entry = entries.Entry("a", "source", {})
     for folder, name in zip(folders, ("fashion_mnist_same", "text_same"), strict=True):
-        submissions.save(entry, QUICK, {name: result(0.5, 0.5, 0.5)}, folder)
+        results.save(entry, QUICK, {name: result(0.5, 0.5, 0.5)}, folder)
     (folders[1] / "b.json").write_text("{")
-    (found,) = submissions.read_all(folders)
+    (found,) = results.read_all(folders)
     assert list(found["tiers"][QUICK]) == ["fashion_mnist_same", "text_same"]
     assert "left out" in capsys.readouterr().out
     for tier, name in [("full", "text_same"), (QUICK, "text_topics"), (QUICK, "text_same")]:
-        submissions.save(entry, tier, {name: result(0.7654321)}, folders[1])
-    tiers = submissions.read(folders[1] / "a.json")["tiers"]
+        results.save(entry, tier, {name: result(0.7654321)}, folders[1])
+    tiers = results.read(folders[1] / "a.json")["tiers"]
     assert {tier: list(of) for tier, of in tiers.items()} == {
         QUICK: ["text_same", "text_topics"],
         "full": ["text_same"],
@@ -863,31 +848,19 @@ def test_results_in_two_folders(tmp_path: Path, capsys: pytest.CaptureFixture[st
     (run,) = tiers[QUICK]["text_same"]["runs"]  # the last one
     assert run["evaluations"][-1]["mean"] == 0.765432
     other = entries.Entry("a", "other source", {})
-    path, note = submissions.save(other, QUICK, {"text_same": result(0.1)}, folders[1])
+    path, note = results.save(other, QUICK, {"text_same": result(0.1)}, folders[1])
     assert "results of other code" in note
-    submissions.save(dataclasses.replace(other, source="third"), QUICK, {}, folders[1])
-    submissions.save(other, QUICK, {"text_same": result(0.1)}, folders[1])
+    results.save(dataclasses.replace(other, source="third"), QUICK, {}, folders[1])
+    results.save(other, QUICK, {"text_same": result(0.1)}, folders[1])
     for suffix, source in [
         (".before", "source"),
         (".before2", "other source"),
         (".before3", "third"),
     ]:
-        assert submissions.read(Path(f"{path}{suffix}"))["source"] == source
-    (found,) = submissions.read_all(folders)
+        assert results.read(Path(f"{path}{suffix}"))["source"] == source
+    (found,) = results.read_all(folders)
     assert found["source"] == "other source"
     assert list(found["tiers"][QUICK]) == ["text_same"]
-
-
-def test_a_check_has_one_level_for_all_tasks() -> None:
-    tried = [{"setting": {}, "score": 0.5}]
-    first, again = result(0.5, 0.6, 0.7, tried=tried), result(0.44, 0.55, 0.63, tried=tried)
-    assert differing(first, again) == ["better than its repetition by 6.00"]
-
-    def of_all(found: dict[str, Any]) -> dict[str, Any]:
-        tasks = {name: {**found, "version": task.version} for name, task in TASKS.items()}
-        return {"name": "a", "source": "", "tiers": {QUICK: tasks}}
-
-    assert submissions.problems(of_all(first), of_all(again)) == []
 
 
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 5)), min_size=1, max_size=8))
@@ -925,8 +898,6 @@ def test_a_user_runs_a_method_of_their_own(
     command_line.main(["show", "mine", "--output", "page"])
     assert "consensus_random" in capsys.readouterr().out
     assert "| mine ← |" in (tmp_path / "page" / "benchmark.md").read_text()
-    command_line.main(["check", "output/benchmark/mine.json"])
-    assert capsys.readouterr().out.endswith("mine.json is valid: 1 of 9 tasks in quick\n")
 
 
 def test_a_task_that_fails_leaves_the_others_their_results(
@@ -973,7 +944,7 @@ def test_a_task_that_fails_leaves_the_others_their_results(
     said = capsys.readouterr()
     assert "log.txt: error: that is why" in said.out
     assert "log.txt" in said.err
-    tiers = submissions.read(place / "mine.json")["tiers"]
+    tiers = results.read(place / "mine.json")["tiers"]
     assert {tier: list(of) for tier, of in tiers.items()} == {"full": ["consensus_random"]}
     with pytest.raises(SystemExit):
         command_line.main(arguments)
@@ -983,7 +954,7 @@ def test_a_task_that_fails_leaves_the_others_their_results(
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["rum"], "new, list, run, show, check or submit"),
+        (["rum"], "new, list, run or show"),
         (["new"], "new needs the name of a file"),
         (["new", "d-psgd.py"], "an entry of the library"),
         (["run"], "run needs a file or the name of an entry"),
@@ -994,14 +965,9 @@ def test_a_task_that_fails_leaves_the_others_their_results(
         (["run", "a2cid2", "--task", "text_same"], "a2cid2 has no settings of text_same"),
         (["show", "nobody"], 'no results of "nobody"'),
         (["list", "--output", "x"], "list has no option --output; use --folder, --tier"),
-        (["check", "d-psgd", "--tier", "full"], "check has no option --tier; use --folder"),
         (["show", "--cores", "2"], "show has no option --cores"),
         (["show", "mean-gradient", "--task", "consensus_random"], "no results of consensus_random"),
         (["list", "d-psgd"], "use show d-psgd"),
-        (["check", "nobody"], "cannot be read"),
-        (["check", "own.json"], "no file of results"),
-        (["submit"], "submit needs a file or the name of an entry"),
-        (["submit", "d-psgd"], "is no clone of the repository; use --output CLONE"),
         (["show", "--output", "own.json"], "own.json: File exists"),
     ],
 )
@@ -1016,8 +982,15 @@ def test_bad_input(
 
 
 def test_the_published_results_are_complete() -> None:
-    found = submissions.read_all([submissions.OF_LIBRARY])
+    found = results.read_all([results.OF_LIBRARY])
     for content in found:
-        assert submissions.problems(content) == [], content["name"]
-        assert (content["name"] in library.ENTRIES) == (not content["source"])
+        assert content["name"] in library.ENTRIES
+        assert not content["source"]
+        of_tasks = [
+            (tier, *of) for tier in content["tiers"] for of in content["tiers"][tier].items()
+        ]
+        for tier, name, of_task in of_tasks:
+            assert of_task["version"] == TASKS[name].version
+            assert len(of_task["tried"]) <= TRIES[tier]
+            assert [run["seed"] for run in of_task["runs"]] == list(SEEDS)
     assert comparison.LEVEL == 0.95

@@ -10,7 +10,7 @@ import pytest
 from torch import Tensor
 
 from powergossip.algorithms import AVERAGING
-from powergossip.benchmark import campaign, command_line, entries, page, program, submissions
+from powergossip.benchmark import command_line, entries, page, program, results
 from powergossip.benchmark.tasks import FULL, QUICK, TASKS, Values
 from powergossip.errors import BadInput
 from powergossip.network import ToAll
@@ -38,85 +38,17 @@ def saved(
     """A file with results of some tasks."""
     found = result(*means, tried=[{"setting": {}, "score": 0.5}])
     entry = entries.Entry(name, "", {})
-    return submissions.save(entry, tier, dict.fromkeys(tasks, found), Path(folder))[0]
-
-
-# --- check ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        "a",
-        f"./{OUTPUT}/a.json",
-        "link.json",
-        "elsewhere/b.json",
-        "b --folder elsewhere",
-        "HERE/elsewhere/b.json --folder elsewhere",
-        "elsewhere/b.json --folder HERE/elsewhere",
-    ],
-)
-def test_a_file_is_no_repetition_of_itself(
-    arguments: str, here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Whatever the spelling of its path. Without --folder, it needs none."""
-    Path("link.json").symlink_to(saved(OUTPUT, "a", 0.5, 0.6, 0.7))
-    saved("elsewhere", "b", 0.5, 0.6, 0.7)
-    command_line.main(["check", *arguments.replace("HERE", str(here)).split()])
-    said = capsys.readouterr().out
-    assert "is valid: 1 of 9 tasks in quick" in said
-    assert "agree" not in said
-
-
-def test_a_file_is_compared_with_the_repetition_of_its_entry(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Not with a file of its own name."""
-    saved("first", "a", 0.5, 0.6, 0.7, tasks=("text_same", "text_topics")).rename("mine.json")
-    saved("again", "mine", 0.5, 0.6, 0.7)
-    saved("again", "a", 0.5, 0.6, 0.7)
-    command_line.main(["check", "mine.json", "--folder", "again"])
-    assert capsys.readouterr().out.endswith("\n1 of them agree with again/a.json\n")
-    saved("again", "a", 0.1, 0.2, 0.3)
-    with pytest.raises(BadInput, match="worse than its repetition"):
-        command_line.main(["check", "mine.json", "--folder", "again"])
-    with pytest.raises(BadInput, match="there is no repetition"):
-        command_line.main(["check", "mine.json", "--folder", "third"])
-
-
-def test_a_check_needs_the_quick_tier(here: Path) -> None:
-    path = saved("first", "a", 0.5, 0.6, 0.7, tier=FULL)
-    with pytest.raises(BadInput, match="the tier quick is missing"):
-        command_line.main(["check", str(path)])
-
-
-def test_a_name_without_results_in_the_folder_is_an_entry_of_the_library(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    command_line.main(["check", "signsgd"])
-    assert "signsgd.json is valid" in capsys.readouterr().out
+    return results.save(entry, tier, dict.fromkeys(tasks, found), Path(folder))[0]
 
 
 # --- show -----------------------------------------------------------------------------------------
-
-
-def test_a_path_is_shown_in_place_of_other_results_of_its_entry(
-    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(submissions, "OF_LIBRARY", here)
-    saved(str(OUTPUT), "a", 0.5, 0.5, 0.5)
-    other = saved("elsewhere", "a", 0.25, 0.25, 0.25)
-    for asked, means in (("a", "0.500"), (str(other), "0.250")):
-        command_line.main(["show", asked])
-        row, *_ = [r for r in capsys.readouterr().out.splitlines() if r.split()[:1] == ["a"]]
-        assert row.split()[1:3] == ["←", means]
 
 
 def test_a_copy_under_another_name_is_left_out(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So that it does not replace the results of its entry."""
-    monkeypatch.setattr(submissions, "OF_LIBRARY", here)
+    monkeypatch.setattr(results, "OF_LIBRARY", here)
     saved(str(OUTPUT), "a", 0.25, 0.25, 0.25).rename(OUTPUT / "b.json")
     saved(str(OUTPUT), "a", 0.5, 0.5, 0.5)
     command_line.main(["show", "a"])
@@ -145,34 +77,6 @@ def test_the_page_shows_the_new_file() -> None:
 
 
 # --- run ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("arguments", "names"),
-    [
-        ("both.json", ["text_same"]),
-        ("both.json --tier full", ["consensus_random"]),
-        ("quick/d-psgd.json --tier full", list(TASKS)),
-        ("both.json --task text_topics", ["text_topics"]),
-    ],
-)
-def test_a_repetition_has_the_tasks_of_its_file(
-    arguments: str, names: list[str], here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Those of the tier, or all if it has none, and those that are named."""
-    saved("quick", "d-psgd", 0.5)
-    saved("both", "d-psgd", 0.5)
-    saved("both", "d-psgd", 0.5, tasks=["consensus_random"], tier=FULL).rename("both.json")
-    asked: list[list[str]] = []
-
-    def stop(entry: object, method: object, tier: str, names: list[str], *rest: object) -> None:
-        asked.append(names)
-        raise BadInput("asked")
-
-    monkeypatch.setattr(campaign, "Campaign", stop)
-    with pytest.raises(BadInput, match="asked"):
-        command_line.main(["run", *arguments.split()])
-    assert asked == [names]
 
 
 def test_a_task_without_accepted_settings_is_left_out(
@@ -218,11 +122,11 @@ def test_own_results_replace_those_of_the_library_and_only_named_tasks_are_shown
         path.write_text("<svg></svg>")
 
     monkeypatch.setattr(page.figures, "scatter", drawn)
-    of_library = submissions.read(submissions.OF_LIBRARY / "d-psgd.json")["tiers"][QUICK]
+    of_library = results.read(results.OF_LIBRARY / "d-psgd.json")["tiers"][QUICK]
     own = of_library["text_same"]
     for run in own["runs"]:
         run["evaluations"][-1]["mean"] = 2.345
-    submissions.save(entries.find("d-psgd"), QUICK, {"text_same": own}, OUTPUT)
+    results.save(entries.find("d-psgd"), QUICK, {"text_same": own}, OUTPUT)
     command_line.main(["show", "--task", "text_same", "--output", "page"])
     said = capsys.readouterr().out
     assert re.search(r"^ *d-psgd +2\.345 ± 0\.000", said, re.MULTILINE)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from powergossip.benchmark import page, submissions
+from powergossip.benchmark import page, results
 from powergossip.benchmark.tasks import FULL, QUICK
 from tests.harness.benchmarking import entry_of, line, result
 
@@ -78,7 +78,7 @@ def test_an_entry_begins_with_its_ranks_a_verdict_and_its_setting() -> None:
 @pytest.mark.parametrize("width", [60, 100])
 def test_a_text_fits_the_width(width: int) -> None:
     """Also the whole tables of all entries."""
-    entries = submissions.read_all([submissions.OF_LIBRARY])
+    entries = results.read_all([results.OF_LIBRARY])
     for chosen in (None, "power-gossip-exact-diffusion"):
         shown = page.text(entries, QUICK, ["fashion_mnist_sorted"], chosen, width)
         assert max(map(len, shown.splitlines())) <= width

@@ -2,14 +2,13 @@
 
 import json
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
 
 import train
-from benchmarks import gossip_step, growth, train_step
+from benchmarks import gossip_step, train_step
 from powergossip.algorithms import AVERAGING
 from powergossip.errors import BadInput
 
@@ -79,25 +78,3 @@ def test_options_are_those_of_the_algorithms(
 def test_shapes_are_those_of_the_models() -> None:
     sizes = {name: sum(map(prod, shapes())) for name, shapes in gossip_step.MODELS.items()}
     assert sizes == {"resnet20": 272_474, "lstm": 28_949_319, "matrix100": 10_000}
-
-
-@pytest.mark.long
-def test_growth_has_a_line_for_each_size(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(growth, "config", OmegaConf.structured(growth.Growth))
-    monkeypatch.setattr(growth, "ALGORITHMS", {"D-PSGD": ("dpsgd", {})})
-    monkeypatch.setattr(growth, "QUICK", {"workers": [8]})
-    growth.main(["quick=true", "seconds=0.01", "what=[workers]", f"output={tmp_path}"])
-    assert "D-PSGD" in capsys.readouterr().out
-    lines = json.loads((tmp_path / "growth.json").read_text())["workers"]
-    assert [line["size"] for line in lines] == [8]
-    for line in lines:
-        assert line["ms"] > 0
-        assert line["theory"] == 4 * 10_000  # messages are read where they are
-    assert (tmp_path / "growth-workers.svg").exists()
-
-
-def test_the_slope_is_that_of_a_power() -> None:
-    lines = [growth.Line("", n, 3 * n**1.5) for n in (8, 16, 64, 256)]
-    assert growth.slope(lines) == pytest.approx(1.5)

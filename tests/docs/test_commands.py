@@ -25,8 +25,6 @@ Words = list[str]
 
 # Programs that do not start here, and the reason.
 ELSEWHERE = {
-    "docker": "needs Docker, and builds an image",
-    "apptainer": "needs Apptainer, and builds an image",
     "pip": "changes the environment",
     "--host": "needs other hosts",
     "mine.py": "the reader's own",
@@ -52,7 +50,7 @@ BEGINS = re.compile(
     r"(?:[A-Z_]+=\S+ )*(?:"
     r"(?:python|bash|torchrun) (?:-\S+ \S|\S+\.(?:py|sh)\b)|mpirun -|sbatch (?:-|\S+\.sbatch)"
     r"|make [a-z-]+(?=$|  | [A-Z]+=)|pip install |powergossip-[a-z-]+ (?:-|\S*/)"
-    r"|source |export [A-Z]|docker (?:build|run|kill) |apptainer (?:build|run|exec) )"
+    r"|source |export [A-Z])"
 )
 
 
@@ -114,7 +112,7 @@ def parts(words: Words) -> Iterator[Part]:
     """The programs of a command: launchers, and what they start. Raises ValueError."""
     head, *rest = words
     if head in ("mpirun", "torchrun"):
-        starts = [i for i, w in enumerate(rest) if re.search(r"\.py$|^(python|apptainer)$", w)]
+        starts = [i for i, w in enumerate(rest) if re.search(r"\.py$|^python$", w)]
         first = starts[0] if starts else len(rest)
         yield head, head, rest[:first]
         inner = rest[first:]
@@ -132,13 +130,7 @@ def parts(words: Words) -> Iterator[Part]:
             return
         (place,) = places
         yield "bash", rest[place], []
-        program = "examples/fsdp.py" if rest[place].endswith("fsdp.sbatch") else "train.py"
-        yield "script", program, rest[place + 1 :]
-    elif head in ("docker", "apptainer"):
-        yield "elsewhere", head, rest
-        inside = [i for i, word in enumerate(rest) if word in ("mpirun", "python")]
-        if inside:
-            yield from parts([word.removeprefix("/project/") for word in rest[inside[0] :]])
+        yield "script", "train.py", rest[place + 1 :]
     elif head in ("bash", "make", "pip"):
         yield head, rest[0], rest[1:]
     elif head in SCRIPTS:

@@ -14,7 +14,7 @@ import powergossip
 import train
 from docs import costs, drawings
 from powergossip.benchmark import page as benchmark_page
-from powergossip.benchmark import submissions
+from powergossip.benchmark import results
 from powergossip.benchmark.tasks import TIERS
 from powergossip.formatting import markdown
 from powergossip.tasks.models import ResNet20
@@ -81,7 +81,7 @@ PUBLISHED_NAMES = sorted(p.parent.name for p in DOCS.glob("results/*/report.md")
 def test_measured_numbers_are_those_of_a_report() -> None:
     """Every mean with a standard deviation, and the whole table with its bits."""
     reports = "\n".join(map(report, PUBLISHED_NAMES))
-    entries = submissions.read_all([submissions.OF_LIBRARY])
+    entries = results.read_all([results.OF_LIBRARY])
     reports += "".join(benchmark_page.text(entries, tier, None, None) for tier in TIERS)
     for page in TEXTS:
         for number in re.findall(r"[\d.]+ ± [\d.]*\d", page.read_text()):

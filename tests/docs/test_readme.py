@@ -12,7 +12,7 @@ import pytest
 
 from powergossip import algorithms, compressors, tasks, topologies
 from powergossip.algorithms import aggregation, torch_powersgd
-from powergossip.benchmark import comparison, page, submissions
+from powergossip.benchmark import comparison, page, results
 from powergossip.benchmark.tasks import QUICK, TASKS
 from tests.harness import launch
 
@@ -107,7 +107,7 @@ def test_the_table_of_the_benchmark_has_the_published_results() -> None:
     section = README.split("## Is my method better?")[1].split("##")[0]
     shown = re.findall(r"^\| (?!entry|---)(\S+) \| (.*) \|$", section, re.MULTILINE)
     assert len(shown) >= 2
-    entries = submissions.read_all([submissions.OF_LIBRARY])
+    entries = results.read_all([results.OF_LIBRARY])
     columns = [
         ("fashion_mnist_same", (1, 5)),
         ("fashion_mnist_sorted", (1,)),

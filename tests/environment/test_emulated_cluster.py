@@ -64,7 +64,6 @@ def start(_possible: None, tmp_path: Path) -> Iterator[Start]:
         rate: str = "none",
         launcher: tuple[str, ...] = (),
         ignored: signal.Signals | None = None,
-        by: str = "mpirun",
         late: str = "0",
         **variables: str,
     ) -> Cluster:
@@ -74,7 +73,7 @@ def start(_possible: None, tmp_path: Path) -> Iterator[Start]:
                 signal.signal(ignored, signal.SIG_IGN)
 
         emulator = [sys.executable, str(EMULATOR), "--hosts", str(hosts), "--rate", rate]
-        emulator += ["--launcher", by, "--latency", late]
+        emulator += ["--latency", late]
         cluster = subprocess.Popen(
             [*launcher, *emulator, "--", *command],
             env={**os.environ, "OMP_NUM_THREADS": "1", "STARTED_BY": str(tmp_path), **variables},
@@ -147,41 +146,6 @@ rows = comm.gather((os.readlink("/proc/self/ns/net"), through_link))
 if rows:
     print(json.dumps(rows), flush=True)
 """
-
-
-# A run of train.py. Each process prints its namespace, and the bytes sent by it and by its link.
-TRAINING = """
-import json, os, pathlib, sys, train
-from powergossip.network import processes
-bits = []
-train.log_metric = lambda name, values, tags: bits.append(values["bits"])
-train.main(sys.argv[1:])
-link = int(pathlib.Path("/sys/class/net/eth0/statistics/tx_bytes").read_text())
-rows = processes().gather((os.readlink("/proc/self/ns/net"), link))
-if processes().rank == 0:
-    print(json.dumps([rows, max(bits) / 8, processes().transport]), flush=True)
-"""
-
-
-@pytest.mark.timeout(240)
-def test_torchruns_of_several_hosts_find_each_other(
-    start: Start, left_behind: Traces, tmp_path: Path
-) -> None:
-    driver = tmp_path / "driver.py"
-    driver.write_text(TRAINING)
-    words = ["task_architecture=MLP", "num_epochs=1", "max_steps_per_epoch=20", "optimizer=dpsgd"]
-    words += ["log_verbosity=0", "--output-dir", str(tmp_path / "run")]
-    cluster = start(
-        sys.executable, str(driver), *words, by="torchrun", rate="100mbit", PYTHONPATH=str(ROOT)
-    )
-    code, output, errors = end(cluster)
-    assert code == 0, errors
-    rows, sent, transport = json.loads(output.splitlines()[-1])
-    assert transport == "gloo"
-    assert len({namespace for namespace, _ in rows}) == 2
-    for _, link in rows:
-        assert sent < link < 1.2 * sent + 200_000  # headers, rendezvous
-    assert left_behind(cluster) == []
 
 
 # Process 0 prints for each host the counted bytes, and those that its link has carried.
@@ -345,7 +309,6 @@ def test_clusters_do_not_disturb_each_other(
         ("--hosts 2 --rate none --", "nothing to run; end with -- and a command"),
         ("--hosts 2 --rate none true", "unrecognized arguments: true; use: python env"),
         ("--hosts 2 --rate none --latency soon -- true", "--latency soon: use 0"),
-        ("--hosts 2 --rate none --launcher srun -- true", "--launcher srun: use mpirun"),
         *(
             (f"--hosts {hosts} --rate none -- true", f"--hosts {hosts}: use a whole number from 1")
             for hosts in ("0", "251", "-1", "2.5")

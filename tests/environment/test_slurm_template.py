@@ -117,9 +117,6 @@ def job(tmp_path: Path) -> Job:
     return Job(tmp_path)
 
 
-ARRAY = {"SLURM_JOB_ID": "19", "SLURM_ARRAY_JOB_ID": "17", "SLURM_ARRAY_TASK_ID": "2"}
-
-
 def test_a_job_is_requeued_after_a_checkpoint_before_the_time_limit(job: Job) -> None:
     code, errors = job.signalled("topology=torus", "task_options={hidden_size: 64}")
     assert (code, errors) == (STOPPED, "")
@@ -168,18 +165,6 @@ def test_a_job_that_failed_or_finished_or_has_no_checkpoint_is_not_requeued(
     assert job.requeued() == []
 
 
-def test_a_job_of_an_array_takes_its_line_and_requeues_only_itself(job: Job) -> None:
-    (job.repository / "settings.txt").write_text(
-        'seed=1\nseed=2 "task_options={hidden_size: 64}" $(touch bad)\nseed=3\n'
-    )
-    given = {"OUTPUT_DIR": "output/mine", "SETTINGS": "settings.txt", **ARRAY}
-    assert job.signalled("momentum=0", output="mine/2", **given) == (STOPPED, "")
-    assert job.requeued() == ["requeue 17_2"]
-    arguments = (job.repository / "output" / "mine" / "2" / "arguments").read_text().splitlines()
-    assert arguments[2:5] == ["momentum=0", "seed=2", "task_options={hidden_size: 64}"]
-    assert not (job.repository / "bad").exists()
-
-
 @pytest.mark.parametrize(
     ("variables", "arguments", "sentence"),
     [
@@ -187,9 +172,6 @@ def test_a_job_of_an_array_takes_its_line_and_requeues_only_itself(job: Job) -> 
         ({"SLURM_JOB_ID": ""}, [], "Slurm"),
         ({}, ["--output-dir", "mine"], "--output-dir"),
         ({}, ["--suffix=.x"], "--suffix=.x"),
-        (ARRAY, [], "array"),
-        ({**ARRAY, "SETTINGS": "no.txt"}, [], "SETTINGS=no.txt"),
-        ({**ARRAY, "SETTINGS": "train.py", "SLURM_ARRAY_TASK_ID": "99"}, [], "99"),
         ({"SLURM_SUBMIT_DIR": "SPOOL"}, [], "bash environment/setup.sh"),
     ],
 )
@@ -206,74 +188,6 @@ def test_bad_input_is_one_sentence(
     assert sentence in errors
     assert errors.count("\n") == 1
     assert job.requeued() == []
-
-
-# --- Sharded replicas -----------------------------------------------------------------------------
-
-PROGRAM = """
-import os, sys
-words = [os.environ["RANK"], os.environ["WORLD_SIZE"], *sys.argv[1:]]
-os.write(1, (" ".join(words) + "\\n").encode())  # at once: the other process writes, too
-"""
-
-
-def of_replicas(folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """fsdp.sbatch on one node, with stand-ins for srun and scontrol."""
-    repository = folder / "repository"
-    (repository / ".venv" / "bin").mkdir(parents=True, exist_ok=True)
-    (repository / ".venv" / "bin" / "activate").touch()
-    (repository / "mine.py").write_text(PROGRAM)
-    executable(folder / "bin" / "srun", 'exec "$@"')
-    executable(folder / "bin" / "scontrol", '[ "$*" = "show hostnames a[1-2]" ] && echo localhost')
-    given = {
-        "SLURM_JOB_ID": "17",
-        "SLURM_JOB_NODELIST": "a[1-2]",
-        "SLURM_NNODES": "1",
-        "SLURM_SUBMIT_DIR": str(repository),
-        "PROGRAM": "mine.py",
-        "PROCESSES": "2",
-        "PORT": "0",
-        "PATH": f"{folder / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}",
-    } | variables
-    return subprocess.run(
-        ["/bin/bash", TEMPLATE.with_name("fsdp.sbatch"), "replicas=2", "steps=3"],
-        env={name: value for name, value in {**os.environ, **given}.items() if value},
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-
-
-def test_a_job_of_sharded_replicas_starts_torchrun_on_its_nodes(tmp_path: Path) -> None:
-    ended = of_replicas(tmp_path)
-    assert ended.returncode == 0, ended.stderr
-    arguments = "folder=output/fsdp-17 replicas=2 steps=3"
-    assert sorted(ended.stdout.splitlines()) == [f"{rank} 2 {arguments}" for rank in range(2)]
-
-
-def test_jobs_that_share_a_node_meet_at_ports_of_their_own(tmp_path: Path) -> None:
-    executable(tmp_path / "bin" / "torchrun", 'echo "$@"')
-    commands = [of_replicas(tmp_path, SLURM_JOB_ID=job, PORT="").stdout for job in ("17", "18")]
-    ports = [int(command.partition("localhost:")[2].split()[0]) for command in commands]
-    assert ports[0] != ports[1]
-    assert all(1024 <= port < 32768 for port in ports)
-
-
-@pytest.mark.parametrize(
-    ("variables", "sentence"),
-    [
-        ({"SLURM_JOB_ID": ""}, "this is no job of Slurm"),
-        ({"PROGRAM": "other.py"}, "there is no other.py"),
-    ],
-)
-def test_a_job_of_sharded_replicas_that_cannot_start(
-    variables: dict[str, str], sentence: str, tmp_path: Path
-) -> None:
-    ended = of_replicas(tmp_path, **variables)
-    assert ended.returncode == 2
-    assert ended.stderr.startswith("error: ")
-    assert sentence in ended.stderr
 
 
 # --- The real train.py ----------------------------------------------------------------------------
@@ -370,26 +284,3 @@ def test_a_job_of_slurm_is_requeued_and_resumes(cluster: slurm.Cluster, tmp_path
     assert "SIGUSR1" in printed
     assert "After 40 epochs" in printed, cluster.command("scontrol", "show", "job", number).stdout
     assert last_step(output) > step
-
-
-@pytest.mark.slow
-@needs_venv
-def test_a_job_of_sharded_replicas_resumes_after_it_was_requeued(
-    cluster: slurm.Cluster, tmp_path: Path
-) -> None:
-    folder, log = tmp_path / "checkpoints", tmp_path / "log"
-    exported = {"SLURM_SUBMIT_DIR": launch.ROOT, "FOLDER": folder, "PROCESSES": 4}
-    variables = ",".join(f"{name}={value}" for name, value in exported.items())
-    submitted = cluster.command(
-        *("sbatch", "--parsable", "--nodes=1", f"--chdir={launch.ROOT}", f"--output={log}"),
-        f"--export=ALL,OMP_NUM_THREADS=1,{variables}",
-        *(str(TEMPLATE.with_name("fsdp.sbatch")), "replicas=2", "steps=60", "every=10"),
-    )
-    assert submitted.returncode == 0, submitted.stderr
-    number = submitted.stdout.strip()
-    wait_until(lambda: len(list(folder.glob("replica-*/10/.metadata"))) == 2, 120)
-    assert cluster.command("scontrol", "requeue", number).returncode == 0
-    soon = ("scontrol", "update", f"JobId={number}", "StartTime=now+3")
-    wait_until(lambda: cluster.command(*soon).returncode == 0)
-    wait_until(lambda: not cluster.jobs(), 300)
-    assert re.search(r"resumed after step [1-5]0\n.*mean model: ", log.read_text(), re.DOTALL)

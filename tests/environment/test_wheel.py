@@ -46,7 +46,7 @@ def test_the_wheel_has_the_package_and_five_modules(wheel: Path) -> None:
     assert "powergossip/py.typed" in names
     inside = {
         file.relative_to(launch.ROOT).as_posix()
-        for pattern in ("*.py", "*.js", "submissions/*.json", "kernels/*.[ch]", "presets/**/*.yaml")
+        for pattern in ("*.py", "*.js", "results/*.json", "kernels/*.[ch]", "presets/**/*.yaml")
         for file in PACKAGE.rglob(pattern)
     }
     assert {name for name in names if name.startswith("powergossip/")} == {
@@ -107,7 +107,7 @@ SCRIPTS = {  # with arguments for a small run, and a pattern of its output
     "powergossip-compare": ("m*", "final"),
     "powergossip-predict": (
         "--rate 1mbit --workers 4 --model 10x10 --no-measure",
-        "Recommended",
+        "Rounds are those of plain gossip",
     ),
     "powergossip-join": ("--help", "powergossip-join TICKET"),
     "powergossip-mpi-check": ("--quick", "MPI works: 1 process on 1 host"),
@@ -184,13 +184,13 @@ READ = """
 import gossip_run, train
 from omegaconf import OmegaConf
 from powergossip import presets
-from powergossip.benchmark import submissions
+from powergossip.benchmark import results
 from powergossip.runs import configuration
 
 for name in presets.names():
     program = gossip_run if name.startswith("consensus") else train
     configuration.read_command_line(OmegaConf.structured(program.Config), ["--config", name], "")
-submissions.read_all([submissions.OF_LIBRARY])
+results.read_all([results.OF_LIBRARY])
 print(len(presets.names()))
 """
 

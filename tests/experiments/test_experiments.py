@@ -463,9 +463,6 @@ def test_configurations_are_accepted(name: str) -> None:
         module = {"gossip_run": gossip_run}.get(run.entry, train)
         config = OmegaConf.structured(module.Config)
         keys = run.command[run.command.index(str(runner.ROOT / f"{run.entry}.py")) + 1 :]
-        keys = [
-            key for key in keys if not key.startswith("pace=")
-        ]  # of experiments/slow_gradients.py
         explicit = configuration.read_command_line(config, keys, "").explicit
         processes = Processes()
         processes.size = run.processes

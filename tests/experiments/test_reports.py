@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from experiments import EXPERIMENTS, different_data, language_links, prediction, scale, study
+from experiments import EXPERIMENTS, different_data, prediction, study
 from experiments.study import RELAY, TUNING_SEED, Outcome
 from powergossip import algorithms, topologies
 from powergossip.algorithms.learning import check
@@ -31,7 +31,6 @@ REPEATED = (
     "different_data_",
     "cifar10_resnet20",
     "wikitext2_lstm",
-    "scale",
 )
 
 
@@ -126,10 +125,8 @@ def test_a_report_has_its_tables_and_settings_are_chosen_without_test_data(
     drawn: list[str] = []
     for kind in ("curves", "scatter", "consensus_figure"):
         monkeypatch.setattr(figures, kind, lambda rows, path, *_, **__: drawn.append(path.name))
-    methods = {*prediction.METHODS, *scale.METHODS, *language_links.CHOSEN}
-    costs = {method: [1e-3, 2e-3] for method in methods}
-    for file in ("averaging.json", "costs.json"):
-        (tmp_path / file).write_text(json.dumps(costs | {"gradient": [0.1]}))
+    costs = {method: [1e-3, 2e-3] for method in prediction.METHODS}
+    (tmp_path / "averaging.json").write_text(json.dumps(costs))
     (tmp_path / "slowdown.json").write_text('{"4": 1.2, "8": 1.5}')
     text = experiment.report(rows, tmp_path)
     assert set(re.findall(r"\]\((\S+\.svg)\)", text)) <= set(drawn)
@@ -183,15 +180,3 @@ def test_bits_of_relays_are_the_mean_of_all_workers(topology: str) -> None:
 def test_processes_that_measure_gradients_begin_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prediction, "OF_GRADIENTS", 0.5)
     assert 0 < prediction.gradient_seconds(2) < 0.5
-
-
-def test_the_figure_of_scale() -> None:
-    costs = {name: (1e-3, 1e-4) for name in scale.METHODS} | {"gradient": (0.05,)}
-    speed, target = scale.curves(costs, (8, 64))
-    for network, panel in speed.items():
-        assert panel.keys() == target[network].keys()
-        reduced, gossip = panel["all-reduce"][1], panel["D-PSGD, ring"][1]
-        assert reduced[1] <= reduced[0]  # more messages
-        assert gossip[1] == pytest.approx(gossip[0])  # a ring has two neighbors at any size
-    slow = next(iter(speed.values()))
-    assert slow["PowerGossip, 2 iterations, ring"][1][0] > slow["D-PSGD, ring"][1][0]

@@ -42,14 +42,3 @@ def test_processes_are_one_process_on_the_cpu(transport: str, device: torch.devi
         count = max(n for n in range(1, gpus + 1) if WORKERS % n == 0)
     wrong = ended(PROGRAM.name, transport, device.type, processes=count)
     assert not wrong, wrong
-
-
-def test_sharded_replicas_are_unsharded_ones(device: torch.device) -> None:
-    """NCCL with a GPU for each process, gloo on the CPU."""
-    count = 4
-    if device.type == "cuda":
-        count = min(4, 2 * (torch.cuda.device_count() // 2))
-        if count < 2:
-            pytest.skip("NCCL needs a GPU for each process")
-    worst = ended("gpu_sharded.py", device.type, processes=count)
-    assert max(worst.values()) < 1e-4, worst

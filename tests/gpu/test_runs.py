@@ -1,7 +1,5 @@
 """Runs of train.py on a device, and with a checkpoint of another device."""
 
-import os
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -10,7 +8,7 @@ import torch
 from torch import Tensor
 
 import train
-from tests.harness import launch, training
+from tests.harness import training
 from tests.harness.checkpoints import end_of
 from tests.harness.on_device import difference
 
@@ -19,11 +17,9 @@ pytestmark = pytest.mark.gpu
 OFF = 0.05  # fraction of parameters that may differ: an element that is rounded or selected
 # otherwise changes all gradients after it. A state that is lost changes nearly all parameters
 ARGUMENTS = [
-    *("task=environment.gpu.tasks:images", "task_architecture=CNN"),
-    *("task_options.samples=64", "task_options.size=8", "batch_size=4"),
+    *("task=Digits", "task_architecture=CNN", "batch_size=4", "max_steps_per_epoch=4"),
     *("n_workers=4", "log_verbosity=0", "seed=1"),
 ]
-SMALL_TEXT = ["task_options={samples: 64, words: 20, length: 24, width: 32, layers: 2}"]
 
 
 @pytest.fixture(autouse=True)
@@ -56,37 +52,18 @@ def test_runs_that_change_the_device_are_those_of_the_cpu(
 
 
 @pytest.mark.parametrize("batched", ["off", "on"])
-@pytest.mark.parametrize("model", ["ResNet20", "transformer"])
+@pytest.mark.parametrize("model", ["ResNet20", "GPT"])
 def test_a_step_is_that_of_the_cpu(
     model: str, batched: str, device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The parameters of ResNet-20's batch norm begin after a vector of 10 elements, in the middle
     of 16 bytes. One step: with batch norm, further ones multiply differences of rounding."""
     given = ["max_steps_per_epoch=1", f"batched_gradients={batched}"]
-    if model == "ResNet20":
-        given += ["task_architecture=ResNet20"]
-    else:
-        given += ["task=environment.gpu.tasks:text", "task_architecture=null", *SMALL_TEXT]
+    given += [f"task_architecture={model}"]
+    if model == "GPT":
+        given += ["task=Text", "task_options={sequence_length: 24, hidden_size: 32, num_layers: 2}"]
     x = [
         trained(monkeypatch, tmp_path / str(place), 1, *given, f"device={place}")
         for place in ("cpu", device)
     ]
     assert difference(x[1], x[0]).largest <= 0.05
-
-
-@pytest.mark.slow
-def test_two_processes_of_torchrun_are_one(
-    device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given = "optimizer=power-gossip", f"device={device.type}"
-    ended = launch.python(
-        *("train.py", "--output-dir", str(tmp_path / "two")),
-        *(*ARGUMENTS, *given, "num_epochs=1"),
-        processes=2,
-        launcher="torchrun",
-        timeout=90,
-        variables={"PYTHONPATH": os.pathsep.join(sys.path), "NVIDIA_TF32_OVERRIDE": "0"},
-    )
-    assert ended.returncode == 0, ended.stderr
-    one = trained(monkeypatch, tmp_path / "one", 1, *given)
-    assert difference(end_of(tmp_path / "two")["x"], one).off <= OFF

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from powergossip.benchmark import submissions
 from powergossip.benchmark.comparison import Line
 from powergossip.benchmark.tasks import QUICK, TASKS
 
@@ -83,15 +82,3 @@ def entry_of(name: str, found: dict[str, Any], task: str = "fashion_mnist_same")
 def line(*means: float, name: str = "a", **more: Any) -> Line:
     task = TASKS["fashion_mnist_same"]
     return Line(name, task, task.targets[QUICK], result(*means, **more))
-
-
-def differing(
-    found: dict[str, Any], again: dict[str, Any], task: str = "fashion_mnist_same"
-) -> list[str]:
-    """What a check says of results and their repetition."""
-    both = entry_of("a", found, task), entry_of("a", again, task)
-    version = {"version": TASKS[task].version}
-    for entry in both:
-        entry["tiers"][QUICK][task].update(version)
-    said = submissions.problems(*both)
-    return [sentence.removeprefix(f"{task}, quick: ") for sentence in said]

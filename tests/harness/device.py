@@ -1,6 +1,6 @@
 """The option --device of tests marked gpu, and the device as a fixture.
 
-A plugin of pytest: environment/gpu_check.py loads it without conftest.py, which needs MPI.
+A plugin of pytest: `make gpu-check` loads it without conftest.py, which needs MPI.
 """
 
 import pytest

@@ -3,11 +3,9 @@
 The files here are written byte by byte as the official ones are, with few images.
 """
 
-import io
 import os
 import pickle
 import struct
-import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +31,6 @@ FILES = {
 }
 N_IMAGES = {"Cifar": [8, 9, 10, 11, 12, 7], "Cifar100": [50, 7]}  # in each file
 N_LABELS = {"Cifar": 10, "Cifar100": 100}
-FORMS = [(name, version, packed) for name, version in FOLDERS for packed in (False, True)]
 
 Contents = list[tuple[np.ndarray, list[int]]]  # of each file: uint8 [image, 3072], labels
 
@@ -91,8 +88,8 @@ def binary_file(name: str, images: np.ndarray, labels: list[int]) -> bytes:
     return b"".join(first + bytes([label]) + image.tobytes() for first, label, image in records)
 
 
-def write_files(place: Path, name: str, version: str, packed: bool) -> Path:
-    """The files, unpacked or in their archive, in a place; returns the folder or the archive."""
+def write_files(place: Path, name: str, version: str) -> Path:
+    """The files in a place; returns their folder."""
     write = {"python": python_file, "binary": binary_file}[version]
     suffix = {"python": "", "binary": ".bin"}[version]
     folder = FOLDERS[name, version]
@@ -101,14 +98,6 @@ def write_files(place: Path, name: str, version: str, packed: bool) -> Path:
         for file, (images, labels) in zip(FILES[name], contents(name), strict=True)
     }
     place.mkdir(parents=True, exist_ok=True)
-    if packed:
-        archive = place / f"cifar-{N_LABELS[name]}-{version}.tar.gz"
-        with tarfile.open(archive, "w:gz") as tar:
-            for file, content in {"readme.html": b"<html>", **files}.items():
-                member = tarfile.TarInfo(f"{folder}/{file}")
-                member.size = len(content)
-                tar.addfile(member, io.BytesIO(content))
-        return archive
     (place / folder).mkdir()
     for file, content in files.items():
         (place / folder / file).write_bytes(content)
@@ -123,15 +112,13 @@ def load(name: str, folder: Path) -> tuple[LabeledImages, LabeledImages]:
 # What files say.
 
 
-@pytest.mark.parametrize(("name", "version", "packed"), FORMS)
-def test_every_form_has_the_same_images(
-    tmp_path: Path, name: str, version: str, packed: bool
-) -> None:
+@pytest.mark.parametrize(("name", "version"), FOLDERS)
+def test_every_form_has_the_same_images(tmp_path: Path, name: str, version: str) -> None:
     """In data_dir, in a folder in it that is named as the task, or in the unpacked folder."""
-    place = write_files(tmp_path / "one", name, version, packed)
-    write_files(tmp_path / "other" / name, name, version, packed)
+    place = write_files(tmp_path / "one", name, version)
+    write_files(tmp_path / "other" / name, name, version)
     *batches, expected_test = contents(name)
-    for folder in (place.parent, tmp_path / "other", *([] if packed else [place])):
+    for folder in (place.parent, tmp_path / "other", place):
         train, test = load(name, folder)
         pixels = np.concatenate([data for data, _ in batches])
         assert np.array_equal(train.images.flatten(1), pixels)
@@ -143,7 +130,7 @@ def test_every_form_has_the_same_images(
 
 
 def test_pickles_of_python_3_are_read_too(tmp_path: Path) -> None:
-    folder = write_files(tmp_path, "Cifar", "python", packed=False)
+    folder = write_files(tmp_path, "Cifar", "python")
     images, labels = contents("Cifar")[0]
     for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
         content = pickle.dumps({b"data": images, b"labels": labels}, protocol)
@@ -152,7 +139,7 @@ def test_pickles_of_python_3_are_read_too(tmp_path: Path) -> None:
 
 
 def test_pixels_are_red_green_and_blue_row_after_row(tmp_path: Path) -> None:
-    folder = write_files(tmp_path, "Cifar", "binary", packed=False)
+    folder = write_files(tmp_path, "Cifar", "binary")
     image = np.zeros((3, 32, 32), dtype=np.uint8)
     image[1, 2, 30] = 255
     (folder / "test_batch.bin").write_bytes(b"\7" + image.tobytes())
@@ -163,7 +150,7 @@ def test_pixels_are_red_green_and_blue_row_after_row(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", FILES)
 def test_training_batches_are_cropped_and_flipped(tmp_path: Path, name: str) -> None:
-    write_files(tmp_path, name, "python", packed=True)
+    write_files(tmp_path, name, "python")
     task = tasks.make(name, n_workers=2, batch_size=8, seed=1, data_dir=tmp_path)
     assert isinstance(task, ImageClassification)
     assert task.augment is augmentation.crop_and_flip
@@ -186,7 +173,7 @@ class Command:
     "named", ["cposix\nmkdir\n(V{}\ntR.", "cbuiltins\neval\n(V__import__('os').mkdir('{}')\ntR."]
 )
 def test_data_files_cannot_run_code(tmp_path: Path, named: str) -> None:
-    folder = write_files(tmp_path, "Cifar", "python", packed=False)
+    folder = write_files(tmp_path, "Cifar", "python")
     made = tmp_path / "made"
     for content in (named.format(made).encode(), pickle.dumps({b"data": Command(made)})):
         (folder / "data_batch_2").write_bytes(content)
@@ -233,7 +220,7 @@ GOOD = {b"data": IMAGES, b"labels": [1, 2, 3]}
 def test_damaged_python_files_are_rejected_by_name(
     tmp_path: Path, content: bytes, found: str
 ) -> None:
-    folder = write_files(tmp_path, "Cifar", "python", packed=False)
+    folder = write_files(tmp_path, "Cifar", "python")
     (folder / "data_batch_4").write_bytes(content)
     with pytest.raises(ValueError, match=f"batches-py/data_batch_4:? {found}"):
         load("Cifar", tmp_path)
@@ -251,40 +238,19 @@ def test_damaged_python_files_are_rejected_by_name(
 def test_damaged_binary_files_are_rejected_by_name(
     tmp_path: Path, content: bytes, found: str
 ) -> None:
-    folder = write_files(tmp_path, "Cifar100", "binary", packed=False)
+    folder = write_files(tmp_path, "Cifar100", "binary")
     (folder / "test.bin").write_bytes(content)
     with pytest.raises(ValueError, match=f"cifar-100-binary/test.bin {found}"):
         load("Cifar100", tmp_path)
 
 
-def test_damaged_archives_are_rejected_by_name(tmp_path: Path) -> None:
-    archive = write_files(tmp_path, "Cifar", "python", packed=True)
-    whole = archive.read_bytes()
-    flipped = bytearray(whole)
-    flipped[len(whole) // 2] ^= 255
-    for content in (whole[: len(whole) // 2], whole[:-9], b"", b"<html>", bytes(flipped)):
-        archive.write_bytes(content)
-        with pytest.raises(ValueError, match=r"cifar-10-python.tar.gz is damaged or truncated"):
-            load("Cifar", tmp_path)
-    for files, words in (
-        (FILES["Cifar"][:1], "tar.gz lacks a file: .*cifar-10-batches-py/data_batch_2"),
-        (FILES["Cifar"], "tar.gz: data_batch_1 is damaged"),
-    ):
-        with tarfile.open(archive, "w:gz") as tar:
-            for file in files:
-                tar.addfile(tarfile.TarInfo(f"cifar-10-batches-py/{file}"))
-        with pytest.raises(ValueError, match=words):
-            load("Cifar", tmp_path)
-
-
 def test_missing_files_are_named(tmp_path: Path) -> None:
-    folder = write_files(tmp_path, "Cifar", "python", packed=False)
+    folder = write_files(tmp_path, "Cifar", "python")
     (folder / "data_batch_3").unlink()
     with pytest.raises(ValueError, match=r"^data_dir=.*: use .* cifar-10-batches-py/data_batch_3$"):
         load("Cifar", tmp_path)
     with pytest.raises(
         ValueError,
-        match=r"^data_dir=.*: use .*the folder cifar-100-python; the folder cifar-100-binary; "
-        r"cifar-100-python.tar.gz; cifar-100-binary.tar.gz$",
+        match=r"^data_dir=.*: use .*the folder cifar-100-python; the folder cifar-100-binary$",
     ):
         load("Cifar100", tmp_path)

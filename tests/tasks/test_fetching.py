@@ -1,7 +1,6 @@
 """Data fetched from the hub, here a stand-in: complete, and kept whole or not at all."""
 
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -113,12 +112,6 @@ def test_what_is_fetched_is_what_the_hub_has_and_is_kept(
         assert split.labels.tolist() == [row[label] for row in rows]
     fetched(task, dataset, download=False)
     assert len(hub) == 1
-    (folder,) = (path.parent for path in nowhere.rglob("SHA256SUMS"))
-    assert folder.is_relative_to(nowhere / task)
-    listed = {line.split()[1] for line in (folder / "SHA256SUMS").read_text().splitlines()}
-    assert listed | {"SHA256SUMS"} == {path.name for path in folder.iterdir()}
-    # The format is sha256sum's, by its own judgment.
-    subprocess.run(["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=folder, check=True)
 
 
 def test_texts_of_earlier_downloads_are_enough_without_the_validation_text(
@@ -210,46 +203,16 @@ def test_a_process_that_is_killed_leaves_no_file(tmp_path: Path) -> None:
     assert [(name, data_files.read(folder / name)) for name, _ in contents] == contents
 
 
-@pytest.mark.parametrize("done", range(4))
-def test_a_writer_stopped_between_files_leaves_none_without_its_sum(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, done: int
-) -> None:
-    """After any number of renames, whatever is there is verified; all only with the sums."""
-    replace = Path.replace
-    renamed: list[Path] = []
-
-    def stop_after(path: Path, target: Path) -> Path:
-        if len(renamed) == done:
-            raise KeyboardInterrupt
-        renamed.append(target)
-        return replace(path, target)
-
-    monkeypatch.setattr(Path, "replace", stop_after)
-    contents = [("a", b"1"), ("b", b"2"), ("c", b"3")]
-    with pytest.raises(KeyboardInterrupt):
-        data_files.write(tmp_path, iter(contents))
-    there = {path.name for path in tmp_path.iterdir()}
-    assert len(there) == done
-    if there:
-        assert "SHA256SUMS" in there
-    for name, content in contents:
-        if name in there:
-            assert data_files.read(tmp_path / name) == content
-
-
 def test_several_that_write_at_a_time_leave_every_file_whole(tmp_path: Path) -> None:
-    """Readers find each file as a whole, or not at all, and all of them only with their sums."""
+    """Readers find each file as a whole, or not at all."""
     contents = [(name, name.encode() * 300_000) for name in "abc"]
     faults: list[str] = []
     finished = threading.Event()
 
     def read() -> None:
         while not finished.is_set():
-            there = [(tmp_path / name).exists() for name, _ in contents]
-            if all(there) and not (tmp_path / "SHA256SUMS").exists():
-                faults.append("all files, but not their sums")
-            for (name, content), is_there in zip(contents, there, strict=True):
-                if is_there and data_files.read(tmp_path / name) != content:
+            for name, content in contents:
+                if (tmp_path / name).exists() and data_files.read(tmp_path / name) != content:
                     faults.append(f"{name} is not whole")
 
     def write() -> None:
@@ -265,7 +228,7 @@ def test_several_that_write_at_a_time_leave_every_file_whole(tmp_path: Path) -> 
     finished.set()
     reader.join()
     assert faults == []
-    assert {path.name for path in tmp_path.iterdir()} == {"a", "b", "c", "SHA256SUMS"}
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "b", "c"}
 
 
 def test_without_a_network_fetching_fails_soon(

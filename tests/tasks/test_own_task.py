@@ -14,14 +14,14 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
 from torch import Tensor, nn
-from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
+from torch.utils.data import Dataset, Subset, TensorDataset
 
 import train
 from powergossip import tasks, user_functions
@@ -242,35 +242,6 @@ def test_parts_of_an_evaluation_add_up_and_leave_the_model() -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_test_data_are_loaded_once_as_far_as_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Counted(Table):
-        loads = 0
-
-        def __getitem__(self, i: int) -> tuple[Tensor, int]:
-            self.loads += 1
-            return super().__getitem__(i)
-
-    class Batch(NamedTuple):
-        numbers: Tensor
-        labels: Tensor
-
-    def collate(samples: list[Any]) -> Batch:
-        return Batch(*default_collate(samples))
-
-    def forward(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-        return model(batch.numbers.neg_()), batch.labels  # changes the batch
-
-    # A batch of 16 has 192 bytes.
-    for room, loads in ((2**20, 20), (200, 28)):
-        monkeypatch.setattr("powergossip.tasks.user_datasets.KEPT_BYTES", room)
-        data = Counted(20)
-        task = small(datasets(test=data, forward=forward, collate=collate))
-        model = task.model("Scores", 1)
-        first = task.evaluate(model)
-        assert task.evaluate(model) == task.evaluate(model) == first
-        assert data.loads == loads
-
-
 def test_validation_data_are_held_out_of_each_label() -> None:
     task = small(validation_ratio=0.2, batch_size=1)
     assert task.samples == {"train": 82, "test": 20, "valid": 21}
@@ -283,7 +254,7 @@ def test_validation_data_are_held_out_of_each_label() -> None:
 # Labels and columns.
 
 
-@pytest.mark.parametrize("place", ["targets", "labels", "samples", "subset", "tensors"])
+@pytest.mark.parametrize("place", ["targets", "labels", "subset", "tensors"])
 def test_partitions_by_label_find_the_labels(place: str) -> None:
     table = Table()
     labels = torch.tensor(table.targets)
@@ -292,7 +263,7 @@ def test_partitions_by_label_find_the_labels(place: str) -> None:
         data = Subset(Subset(table, range(1, N)), range(N - 1))
     if place == "tensors":
         data = TensorDataset(torch.arange(N).float(), labels)
-    if place in ("labels", "samples"):
+    if place == "labels":
         del table.targets
         data = [(torch.tensor(float(i)), int(label)) for i, label in enumerate(labels)]
     given = labels.numpy() if place == "labels" else None
