@@ -9,7 +9,8 @@
 
 The table has, for each method and graph, the bytes and messages that a worker sends in a step, the
 time of a step, steps per second, the fraction of a step that the worker waits for messages, and the
-rounds of plain gossip until the distance between the workers has fallen tenfold.
+rounds of plain gossip until the distance between the workers has fallen tenfold. The last line
+recommends a method and graph.
 
 The bytes are counted by running a step of each method, and the CPU time of averaging is measured on
 this machine, unless --no-measure is given. The time of a gradient is given by --compute. Nothing is
@@ -43,6 +44,7 @@ MOST_WORKERS = 100_000  # beyond them, graphs take minutes
 SECONDS = 0.1  # of a measurement of averaging
 # Options of --method for rounds of local steps, not for the algorithm
 ROUNDS = ("local_steps", "overlapping")
+TOLERANCE = 1.25  # times the fastest step: slower steps are not recommended
 PER_MESSAGE, PER_BYTE = 130e-6, 0.8e-9  # CPU seconds of Open MPI over TCP, see docs/prediction.md
 
 
@@ -74,14 +76,21 @@ class Line:
     """A row of the table.
 
     Attributes:
+        fidelity: Index of the method in the order of decreasing fidelity, or of an earlier one that
+            is as good.
         graph: Name of the graph, "" without one.
         rounds: Number of rounds of gossip, see `consensus.rounds`.
     """
 
     method: str
     graph: str
+    fidelity: int
     step: "Step"
     rounds: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.method} on {self.graph}" if self.graph else self.method
 
     @property
     def cells(self) -> list[str]:
@@ -138,7 +147,9 @@ def _predict(options: argparse.Namespace) -> None:
     place = f"{n} workers on {hosts} hosts, links of {options.rate}, latency {options.latency}"
     described = f"{options.model}: {shapes.described(layout)}"
     table = formatting.plain([HEADER, *(line.cells for line in lines)])
-    print(f"{described}. {place}, gradient {options.compute}.\n\n{table}\n")
+    print(
+        f"{described}. {place}, gradient {options.compute}.\n\n{table}\n\n{recommendation(lines)}"
+    )
     print("Rounds are those of plain gossip. Compressed methods need more. Accuracy and the number "
           "of steps to a target are not predicted.")  # fmt: skip
     if not gradient:
@@ -161,7 +172,9 @@ def _lines(
 
     torch.set_num_threads(1)  # a worker has one core
     of_graph, lines = cache(rounds), []
+    order = [method.at_once for method in methods.values()]
     for label, method in methods.items():
+        fidelity = order.index(method.at_once)
         try:
             sent = traffic.count(method, layout)
         except ValueError as error:
@@ -174,8 +187,39 @@ def _lines(
             used = {"": next(iter(graphs.values()))}
         for name, graph in used.items():
             step = model.step(sent, graph, cluster, compute, method.overlaps, method.local_steps)
-            lines.append(Line(label, name, step, of_graph(graph) if method.gossips else 1.0))
+            lines.append(
+                Line(label, name, fidelity, step, of_graph(graph) if method.gossips else 1.0)
+            )
     return lines
+
+
+def recommendation(lines: Sequence[Line]) -> str:
+    """A sentence with the recommended method and graph, and the reason.
+
+    Among the combinations with a step of at most 1.25 times the fastest one, it has the fewest
+    rounds of gossip. Among equals, it has the highest fidelity, then fewer messages, then the
+    faster step.
+    """
+
+    def order(line: Line) -> tuple[float, int, float, float]:
+        rounds = math.inf if math.isnan(line.rounds) else line.rounds
+        return rounds, line.fidelity, line.step.messages, line.step.seconds
+
+    fastest = min(lines, key=lambda line: line.step.seconds)
+    near = (line for line in lines if line.step.seconds <= TOLERANCE * fastest.step.seconds)
+    best = min(near, key=order)
+    reason = "the fastest" if best is fastest else (
+        f"at most {TOLERANCE:g} times the fastest, {fastest.name} with "
+        f"{_time(fastest.step.seconds)}"
+    )  # fmt: skip
+    agreement = "workers agree after each step" if best.rounds == 1 else (
+        f"the graph brings workers together tenfold in {best.rounds:.3g} rounds, the fewest "
+        "among steps as fast"
+    )  # fmt: skip
+    return (
+        f"Recommended: {best.name}, since its step of {_time(best.step.seconds)} is {reason}, and "
+        f"{agreement}."
+    )
 
 
 def _time(seconds: float) -> str:

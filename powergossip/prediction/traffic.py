@@ -6,7 +6,7 @@ number of receivers.
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -82,6 +82,16 @@ class PredictedMethod:
     def method(self) -> Method:
         """The method of its name and options. Raises ValueError."""
         return Method.of(self.name, options=self.options)
+
+    @property
+    def at_once(self) -> "PredictedMethod":
+        """The method of equal fidelity with the fewest messages: r directions in each of k
+        iterations of PowerGossip are as good as r k directions in one."""
+        if self.name != "power-gossip":
+            return self
+        rank, iterations = (self.method.options[key] for key in ("rank", "num_iterations"))
+        one = {"rank": rank * iterations, "num_iterations": 1}
+        return replace(self, options={**self.options, **one})
 
     def build(self, network: Network, layout: Layout) -> Callable[[Tensor], Conversation]:
         """Return a function of x [worker, D] that makes a step. ValueError for bad options."""

@@ -107,7 +107,7 @@ SCRIPTS = {  # with arguments for a small run, and a pattern of its output
     "powergossip-compare": ("m*", "final"),
     "powergossip-predict": (
         "--rate 1mbit --workers 4 --model 10x10 --no-measure",
-        "Rounds are those of plain gossip",
+        "Recommended",
     ),
     "powergossip-join": ("--help", "powergossip-join TICKET"),
     "powergossip-mpi-check": ("--quick", "MPI works: 1 process on 1 host"),

@@ -16,6 +16,7 @@ from powergossip.prediction import (
     Compute,
     Phase,
     PredictedMethod,
+    Step,
     Traffic,
 )
 from powergossip.prediction import command_line as program
@@ -286,6 +287,11 @@ def test_models_have_their_parameters() -> None:
 QUICK = ["--workers", "8", "--model", "30x20,20", "--no-measure", "--compute", "1ms"]
 
 
+def line(method: str, rounds: float, fidelity: int, took: float) -> program.Line:
+    step = Step(seconds=took, compute=0.0, communication=0.0, sent=0.0, messages=0.0)
+    return program.Line(method, "ring", fidelity, step, rounds)
+
+
 def test_the_table_has_each_method_on_each_graph(capsys: pytest.CaptureFixture[str]) -> None:
     program.main([*QUICK, "--rate", "1mbit", "--topology", "ring", "--topology", "exponential"])
     text = capsys.readouterr().out
@@ -294,3 +300,42 @@ def test_the_table_has_each_method_on_each_graph(capsys: pytest.CaptureFixture[s
         expected = 2 if METHODS[method].gossips and not undirected else 1
         lines = [row for row in text.splitlines() if row.strip().startswith(f"{method}  ")]
         assert len(lines) == expected, method
+    assert "Recommended" in text
+
+
+def test_fast_networks_need_no_compression_and_slow_ones_do(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def recommended(rate: str) -> str:
+        program.main([*QUICK, "--rate", rate])
+        last = [row for row in capsys.readouterr().out.splitlines() if "Recommended" in row]
+        return last[0]
+
+    whole = ("all-reduce", "D-PSGD")
+    assert any(method in recommended("none").split(",")[0] for method in whole)
+    assert not any(method in recommended("10kbit").split(",")[0] for method in whole)
+
+
+def test_the_recommendation_weighs_speed_and_agreement() -> None:
+    slow, near, fast = line("slow", 1, 0, 2.0), line("near", 2, 1, 1.2), line("fast", 9, 2, 1.0)
+    assert "near on ring" in program.recommendation([slow, near, fast]).split(",")[0]
+    twin = line("twin", 2, 0, 1.25)
+    assert "twin on ring" in program.recommendation([slow, near, fast, twin]).split(",")[0]
+
+
+def test_rank_comes_before_iterations(capsys: pytest.CaptureFixture[str]) -> None:
+    """Eight messages that wait for each other take longer than one of the whole model. Among equal
+    bytes, fewer messages are recommended, also where the others are as fast."""
+    iterations, rank = "power-gossip:num_iterations=8", "power-gossip:rank=8,num_iterations=1"
+    far, ring, layout = Cluster(8, 1e8, 0.05), topologies.make("ring", 8), Layout([(400, 400)])
+    given = [
+        PredictedMethod("power-gossip", {"num_iterations": 8}),
+        PredictedMethod("dpsgd"),
+        PredictedMethod("power-gossip", {"rank": 8, "num_iterations": 1}),
+    ]
+    steps = [prediction.step(prediction.count(m, layout), ring, far, Compute()) for m in given]
+    assert [step.seconds for step in steps] == sorted((s.seconds for s in steps), reverse=True)
+    assert steps[0].sent == steps[2].sent
+    for order in ([iterations, rank], [rank, iterations]):
+        program.main([*QUICK, "--rate", "1mbit", *(f"--method={method}" for method in order)])
+        assert f"Recommended: {rank} on " in capsys.readouterr().out
