@@ -26,7 +26,7 @@ TUNABLE = {
     *("local_optimizer", "learning_rate", "momentum", "nesterov", "weight_decay"),
     *("gradient_clipping", "distributed_lr_warmup_epoch", "distributed_lr_warmup_factor"),
     *("adam_beta1", "adam_beta2", "adam_epsilon"),
-    *("muon_momentum", "muon_iteration", "muon_steps", "muon_precision", "muon_scale", "muon_rate"),
+    *("muon_momentum", "muon_steps", "muon_precision", "muon_scale", "muon_rate"),
 }
 OPTION = "optimizer_"  # and the options of a method
 OF_GRAPH = {"topology", "topology_options"}

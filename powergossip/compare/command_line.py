@@ -22,11 +22,8 @@ from pathlib import Path
 from powergossip import command_line
 from powergossip.compare.groups import Section, sections
 from powergossip.compare.output import (
-    DEFAULT_FORMATS,
     FORMATS,
     STEM,
-    SUFFIXES,
-    markdown,
     text,
     write,
 )
@@ -42,7 +39,7 @@ def main(arguments: Sequence[str]) -> None:
     def warn(text: str) -> None:
         print(f"note: {visible(text)}", file=sys.stderr)
 
-    targets = _targets(options.output, options.format)
+    targets = _targets(options.output)
     runs = []
     found_folders = folders(options.runs, warn)
     for folder in found_folders:
@@ -56,13 +53,9 @@ def main(arguments: Sequence[str]) -> None:
         raise BadInput(
             "none of these runs has rows to compare; give runs that have finished an epoch"
         )
-    larger = {None: None, "larger": True, "smaller": False}[options.better]
-    found = sections(runs, options.metric, options.split, larger, options.by_seed, warn)
-    if options.format == ["markdown"] and not targets:
-        print(markdown(found), end="")
-    else:
-        wide = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-        print(text(found, wide))
+    found = sections(runs, options.metric, options.split, warn)
+    wide = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    print(text(found, wide))
     try:
         _write_all(found, targets)
     except OSError as error:
@@ -88,36 +81,20 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("runs", nargs="*", metavar="RUN", help="output folders, or quoted patterns such as 'a/*'")
     add("--metric", metavar="NAME", help="name of rows, by default the main metric of the task")
     add("--split", default="test", choices=SPLITS, help="data of the metric (test)")
-    add("--better", choices=("larger", "smaller"), help="direction of the metric, if it is unusual")
-    add("--by-seed", action="store_true", help="keep runs that differ in the seed apart")
     add("--output", metavar="PATH", help=f"a file ({', '.join(FORMATS)}) or a folder for files")
-    add("--format", action="append", default=[], metavar="FORMAT",
-        help=f"of the files in a folder: {', '.join(SUFFIXES)}, comma-separated "
-             f"({','.join(DEFAULT_FORMATS)})")  # fmt: skip
     options = command_line.parsed(parser, arguments)
     if not options.runs:
         raise BadInput("give one or more folders of runs, such as output/*")
-    options.format = [name for names in options.format for name in names.split(",")]
-    for name in options.format:
-        if name not in SUFFIXES:
-            raise BadInput(f"--format={name}: use {', '.join(SUFFIXES)}")
     return options
 
 
-def _targets(output: str | None, formats: Sequence[str]) -> list[tuple[Path, str]]:
+def _targets(output: str | None) -> list[tuple[Path, str]]:
     """The files to write, with their formats. Raises BadInput."""
     if output is None:
-        if set(formats) - {"text", "markdown"}:
-            raise BadInput(f"--format={','.join(formats)}: give a folder or file with --output")
         return []
     path = Path(output)
     form = FORMATS.get(path.suffix.lower())
     if form is not None:
-        if formats and formats != [form]:
-            raise BadInput(
-                f"--format={','.join(formats)}: the file {output} has the format {form}; "
-                "give a folder with --output"
-            )
         if path.is_dir():
             raise BadInput(f"--output={output} is a folder; give the name of a file")
         return [(path, form)]
@@ -127,8 +104,7 @@ def _targets(output: str | None, formats: Sequence[str]) -> list[tuple[Path, str
                        f"{', '.join(FORMATS)}")  # fmt: skip
     if is_run(path):
         raise BadInput(f"--output={output} is a run; give another folder")
-    chosen = formats or DEFAULT_FORMATS
-    return [(path / f"{STEM}{SUFFIXES[form]}", form) for form in dict.fromkeys(chosen)]
+    return [(path / f"{STEM}{suffix}", FORMATS[suffix]) for suffix in (".md", ".svg")]
 
 
 def command() -> None:

@@ -230,8 +230,6 @@ def sections(
     runs: Sequence[Run],
     metric: str | None = None,
     split: str = "test",
-    larger: bool | None = None,
-    by_seed: bool = False,
     warn: Warn = lambda text: None,
 ) -> list[Section]:
     """Group runs by metric, and then by configuration.
@@ -241,8 +239,6 @@ def sections(
     Args:
         metric: Name of the metric. None: the main one of each run, so that different tasks get
             separate sections.
-        larger: True if larger is better. None: as recorded, or by the metric's name.
-        by_seed: True if runs that differ in the seed are kept apart.
 
     Raises:
         BadInput: If no run has such rows.
@@ -250,7 +246,7 @@ def sections(
     by_metric: dict[Metric, list[Run]] = {}
     for run in sorted(runs, key=lambda run: run.rows.empty):  # those that diverged at once are last
         name = metric or run.main_metric()
-        found = name and run.metric(name, split, larger)
+        found = name and run.metric(name, split)
         if run.rows.empty:
             found = next((other for other in by_metric if name in (None, other.name)), None)
         if found:
@@ -268,16 +264,14 @@ def sections(
             f"--metric={metric or 'main'} --split={split}: no run has such rows; their rows "
             f"are {', '.join(names)}, of split {', '.join(splits) or 'none'}"
         )
-    return [_section(found, members, by_seed, warn) for found, members in by_metric.items()]
+    return [_section(found, members, warn) for found, members in by_metric.items()]
 
 
-def _section(metric: Metric, runs: Sequence[Run], by_seed: bool, warn: Warn) -> Section:
+def _section(metric: Metric, runs: Sequence[Run], warn: Warn) -> Section:
     by_config: dict[str, list[Run]] = {}
     for run in runs:
-        config = {key: value for key, value in _effective(run.config).items()
-                  if key != SEED or by_seed}  # fmt: skip
-        key = json.dumps(config, sort_keys=True, default=str)
-        by_config.setdefault(f"{key} {run.name if by_seed else ''}", []).append(run)
+        config = {key: value for key, value in _effective(run.config).items() if key != SEED}
+        by_config.setdefault(json.dumps(config, sort_keys=True, default=str), []).append(run)
     groups = [Group(members, metric) for members in by_config.values()]
     for group in groups:
         seeds = [_text(seed) for seed in group.seeds]
@@ -289,7 +283,7 @@ def _section(metric: Metric, runs: Sequence[Run], by_seed: bool, warn: Warn) -> 
             warn(f"not part of the mean over seeds: {out}")
     every = [_effective(group.config) for group in groups]
     for key in dict.fromkeys(key for config in every for key in config):
-        if key == SEED and not by_seed:
+        if key == SEED:
             continue
         # An option that only some methods have differs if it does between those.
         holders = [config for config in every if key in config or not key.startswith(OPTIONS)]

@@ -15,8 +15,6 @@ FORMATS = {  # suffix of a file → format
     ".png": "png",
     ".pdf": "pdf",
 }
-SUFFIXES = {name: suffix for suffix, name in FORMATS.items()}
-DEFAULT_FORMATS = ("markdown", "svg")  # of a folder
 STEM = "compared"  # of the files in a folder
 
 

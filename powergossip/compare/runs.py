@@ -133,13 +133,12 @@ class Run:
         words = {*re.split(r"[^a-z]+", name)}
         return not (words & SMALLER_WORDS or any(part in name for part in SMALLER_IS_BETTER))
 
-    def metric(self, name: str, split: str, larger: bool | None) -> Metric | None:
+    def metric(self, name: str, split: str) -> Metric | None:
         """The metric of this name. None if the run has no such rows."""
         rows = self.rows[self.rows["name"] == name]
         if rows.empty:
             return None
-        if larger is None:
-            larger = self.larger_is_better(name)
+        larger = self.larger_is_better(name)
         tagged = "split" in rows and bool(rows["split"].notna().any())
         metric = Metric(name, split if tagged else None, larger, "step" if self.sweep else "epoch")
         return None if self.curve(metric).empty else metric

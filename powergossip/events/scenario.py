@@ -17,11 +17,6 @@ A scenario is a file in YAML. All keys are optional::
 With `ends: one`, each of the two messages of an exchange is late or lost by itself. With `ends:
 both`, the two are late or lost together. The fraction of all messages is the same with both. Where
 a part is lost, its receiver skips the exchange.
-Losses in bursts, by the model of Gilbert (1960) and Elliott (1963), have in place of a fraction the
-probabilities to change from the good state of an edge, without losses, to the bad one and back, and
-the fraction lost in the bad one::
-
-    loss: {to_bad: 0.01, to_good: 0.2, fraction: 0.5, ends: both}
 
 Every draw depends on the seed, its purpose, the worker or edge, and a counter alone.
 """
@@ -59,15 +54,12 @@ class Loss:
     """Lost messages.
 
     Attributes:
-        fraction: Fraction of the messages, with `to_bad` of those in the bad state.
+        fraction: Fraction of the messages.
         ends: one, or both ends of an exchange.
-        to_bad, to_good: Probabilities of a change of state from one exchange to the next.
     """
 
     fraction: float = 0.0
     ends: str = "both"
-    to_bad: float | None = None
-    to_good: float | None = None
 
 
 @dataclass(frozen=True)
@@ -137,22 +129,7 @@ class Scenario:
         if not loss.fraction:
             return False
         ids = _ids(i, j, loss.ends)
-        if loss.to_bad is not None and not self._bad(ids, k):
-            return False
         return bool(generator(self.seed, "loss", *ids, k).random() < loss.fraction)
-
-    def _bad(self, ids: tuple[int, ...], k: int) -> bool:
-        """The state of an edge at exchange k, in blocks that begin in the stationary distribution.
-
-        A block of 1024 exchanges keeps the cost of a state bounded.
-        """
-        assert self.loss.to_bad is not None
-        assert self.loss.to_good is not None
-        draws = generator(self.seed, "burst", *ids, k // 1024).random(k % 1024 + 1)
-        bad = bool(draws[0] < self.loss.to_bad / (self.loss.to_bad + self.loss.to_good))
-        for draw in draws[1:]:
-            bad = bool(draw >= self.loss.to_good) if bad else bool(draw < self.loss.to_bad)
-        return bad
 
 
 def _ids(i: int, j: int, ends: str) -> tuple[int, ...]:
@@ -263,12 +240,6 @@ def _loss(values: Any) -> Loss:
     loss = Loss(**values)
     checks.fraction("scenario.loss.fraction", loss.fraction)
     checks.one_of("scenario.loss.ends", loss.ends, ENDS)
-    if (loss.to_bad is None) != (loss.to_good is None):
-        raise BadValue("scenario.loss", dict(values), "to_bad and to_good, or neither")
-    for key in ("to_bad", "to_good"):
-        value = getattr(loss, key)
-        ok = value is None or (checks.is_finite(value) and 0 < value <= 1)
-        checks.check(f"scenario.loss.{key}", value, ok, "a number above 0, at most 1")
     if values and "fraction" not in values:
         raise BadValue("scenario.loss", dict(values), "fraction with it")
     return loss

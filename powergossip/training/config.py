@@ -81,7 +81,6 @@ class RunKeys:
     adam_beta2: float = 0.999  # decay rate of adamw's mean square
     adam_epsilon: float = 1e-8  # added to the root of adamw's mean square
     muon_momentum: float = 0.95  # momentum of muon
-    muon_iteration: str = "newton-schulz"  # orthogonalization: newton-schulz or polar-express
     muon_steps: int = 5  # steps of the iteration
     muon_precision: str = "bf16"  # precision of the iteration: bf16 or fp32
     muon_scale: str = "match-rms-adamw"  # factor on the step of a matrix: match-rms-adamw

@@ -167,7 +167,6 @@ def _check_values(c: Settings, given: Mapping[str, Any]) -> None:
         raise ValueError("evaluate_workers=false: use true with evaluate_average_model=false")
     checks.one_of("lr_schedule", c.lr_schedule, ("milestones", "cosine"))
     checks.one_of("local_optimizer", c.local_optimizer, LOCAL_OPTIMIZERS)
-    checks.one_of("muon_iteration", c.muon_iteration, muon.ITERATIONS)
     checks.one_of("muon_precision", c.muon_precision, muon.PRECISIONS)
     checks.one_of("muon_scale", c.muon_scale, muon.SCALES)
     checks.one_of("precision", c.precision, PRECISIONS)

@@ -13,24 +13,10 @@ from torch import Tensor, nn
 from powergossip.parameters import Layout, complement, matrix_shape, trained
 
 Rows = list[nn.Parameter]  # of x, each [1, D]
-Quintic = tuple[float, float, float]
 
 # Singular values from 0.01 on become 0.68 to 1.14 in 5 steps.
 # Jordan et al. (2024), https://kellerjordan.github.io/posts/muon
-NEWTON_SCHULZ: Quintic = (3.4445, -4.7750, 2.0315)
-# The best polynomial of each step, and of further ones. Singular values from 0.001 on become 0.84
-# to 1.15 in 5 steps, and 0.99 to 1.01 in 6.
-# Amsel, Persson, Musco & Gower (2025), arXiv:2505.16932, with the constants of
-# github.com/microsoft/dion (0a059a4), polar_express.py.
-POLAR_EXPRESS: tuple[Quintic, ...] = (
-    (8.156554524902461, -22.48329292557795, 15.878769915207462),
-    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
-    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
-    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
-    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
-)
-NEAR_ONE: Quintic = (15 / 8, -10 / 8, 3 / 8)
-_SAFETY = 1.02  # of the norm in front of POLAR_EXPRESS
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 _EPSILON = 1e-7  # smallest norm of a matrix
 _ROWS = 32  # in bfloat16 and up, 32 rows of any length are a multiple of 64 bytes
 
@@ -39,23 +25,11 @@ def newton_schulz(x: Tensor, steps: int) -> Tensor:
     """X/‖X‖_F, then `steps` times X ← a X + (b A + c A²) X with A = X Xᵀ. See NEWTON_SCHULZ.
 
     Args:
-        x: Matrices [matrix, row, column] with at most as many rows as columns.
+        x: Matrices [matrix, row, column] with at most as many rows as columns. Overwritten.
     """
-    return _iterated(x.div_(_norm(x)), [NEWTON_SCHULZ] * steps)
-
-
-def polar_express(x: Tensor, steps: int) -> Tensor:
-    """The same as `newton_schulz`, with other coefficients in each step. See POLAR_EXPRESS."""
-    quintics = [*POLAR_EXPRESS, *[NEAR_ONE] * steps][:steps]
-    return _iterated(x.div_(_norm(x) * _SAFETY), quintics)
-
-
-def _norm(x: Tensor) -> Tensor:
-    return x.norm(dim=(-2, -1), keepdim=True).clamp_(min=_EPSILON)
-
-
-def _iterated(x: Tensor, quintics: Sequence[Quintic]) -> Tensor:
-    for a, b, c in quintics:
+    x = x.div_(x.norm(dim=(-2, -1), keepdim=True).clamp_(min=_EPSILON))
+    a, b, c = NEWTON_SCHULZ
+    for _ in range(steps):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x
@@ -77,10 +51,6 @@ def original(rows: int, columns: int) -> float:
     return sqrt(max(1, rows / columns))
 
 
-ITERATIONS: dict[str, Callable[..., Tensor]] = {
-    "newton-schulz": newton_schulz,
-    "polar-express": polar_express,
-}
 SCALES: dict[str, Callable[[int, int], float]] = {
     "match-rms-adamw": match_rms_adamw,
     "original": original,

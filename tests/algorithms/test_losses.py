@@ -1,7 +1,6 @@
 """Lost messages of push-sum and RelaySGD."""
 
 import copy
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -153,12 +152,3 @@ def test_the_given_fraction_of_messages_is_lost(ends, tmp_path):
         network.run(averaging.step(x))
     for found in (skipped, lost):
         assert sum(found) / len(found) == pytest.approx(0.1, abs=0.03)
-
-
-def test_losses_in_bursts_have_the_stationary_fraction():
-    loss = {"fraction": 0.5, "to_bad": 0.05, "to_good": 0.2, "ends": "one"}
-    drawn = scenario.read({"loss": loss}, 8, 1)
-    lost = [drawn.lost(i, i + 1, k) for i in range(3) for k in range(900)]
-    assert sum(lost) / len(lost) == pytest.approx(0.5 * 0.05 / 0.25, abs=0.03)
-    again = sum(a and b for a, b in pairwise(lost)) / sum(lost)
-    assert again > 0.25  # 0.1 for independent ones

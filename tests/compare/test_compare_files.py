@@ -109,16 +109,11 @@ def test_the_suffix_of_a_file_is_its_format(runs: Path, name: str) -> None:
 @pytest.mark.long
 def test_figures_of_several_metrics_have_a_file_each(runs: Path) -> None:
     write_sweep(runs / "sweep")
-    compare.main(["a", "sweep", "--output", "new", "--format", "png,markdown"])
-    names = ["compared-accuracy.png", "compared-error.png", "compared.md"]
+    compare.main(["a", "sweep", "--output", "new"])
+    names = ["compared-accuracy.svg", "compared-error.svg", "compared.md"]
     assert sorted(path.name for path in (runs / "new").iterdir()) == names
     linked = re.findall(r"\]\((.*?)\)", (runs / "new/compared.md").read_text())
     assert linked == names[:2]
-
-
-def test_markdown_for_the_terminal(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    compare.main(["a", "--format", "markdown"])
-    assert "| a | 62.50 |" in capsys.readouterr().out
 
 
 def test_a_wide_table_becomes_two(tmp_path: Path) -> None:

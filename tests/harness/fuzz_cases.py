@@ -237,10 +237,7 @@ def _scenario(d: _Draws, n: int, seconds: float) -> dict[str, Any]:
 
 
 def _loss(d: _Draws) -> dict[str, Any]:
-    loss: dict[str, Any] = {"fraction": d.number(0.0, 0.4), "ends": d.one_of("one", "both")}
-    if d.chance(0.3):
-        loss |= {"to_bad": d.number(0.05, 0.5), "to_good": d.number(0.1, 1.0)}
-    return loss
+    return {"fraction": d.number(0.0, 0.4), "ends": d.one_of("one", "both")}
 
 
 def _churn(d: _Draws, n: int, seconds: float, time: Any) -> dict[str, Any]:

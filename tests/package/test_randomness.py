@@ -123,7 +123,6 @@ CLOCK = {
     "loss": {"fraction": 0.1},
     "deaths": {"fraction": 0.25, "from": 1.0, "until": 2.0},
 }
-BURSTS = {"loss": {"fraction": 1.0, "to_bad": 0.5, "to_good": 0.1}}
 PURPOSES: list[tuple[str, dict[str, Any], set[str]]] = [
     *((name, {}, set()) for name in ("all-reduce", "dpsgd", "push-sum", "signsgd")),
     *((name, {}, {name}) for name in ("power-gossip", "moniqua", "powersgd", "dgc", "sparta")),
@@ -137,7 +136,6 @@ PURPOSES: list[tuple[str, dict[str, Any], set[str]]] = [
     ("dpsgd", {"scenario": CLOCK}, {"step length", "late", "loss", "deaths"}),
     ("power-gossip", {"scenario": {}}, {"power-gossip"}),
     ("choco", {**RANDOM_K, "scenario": {}}, {"compressor"}),
-    ("dpsgd", {"scenario": BURSTS}, {"burst", "loss"}),
 ]
 
 
