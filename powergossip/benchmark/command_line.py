@@ -169,8 +169,7 @@ def _run(options: argparse.Namespace) -> None:
         print(f"failed: {campaign.folder.of(run) / 'log.txt'}", file=sys.stderr)
     found = campaign.results()
     if found:
-        path, note = results.save(entry, options.tier, found, options.folder)
-        print(f"{note}\n" * bool(note), end="")
+        path = results.save(entry, options.tier, found, options.folder)
         where = "" if options.folder == OUTPUT else f" --folder {shlex.quote(str(options.folder))}"
         show = f"powergossip-benchmark show {entry.name}{where}"
         print(f"results: {path}; beside the others: {show}")

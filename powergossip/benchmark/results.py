@@ -4,9 +4,8 @@
  "tiers": {"quick": {TASK: {"version", "data", "tried", "setting", "runs", "made", …}}}}
 """
 
-import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,34 +18,23 @@ from powergossip.errors import BadInput
 OF_LIBRARY = Path(__file__).parent / "results"
 
 
-def save(entry: Entry, tier: str, tasks: Mapping[str, Any], folder: Path) -> tuple[Path, str]:
-    """Write the results of a tier into the entry's file. Returns its path, and a note or "".
+def save(entry: Entry, tier: str, tasks: Mapping[str, Any], folder: Path) -> Path:
+    """Write the results of a tier into the entry's file, and return its path.
 
-    Results of other tiers and tasks are kept if the same source produced them. A file of another
-    source is renamed.
+    Results of other tiers and tasks are kept if the same source produced them. Runs of another
+    source are in their folders.
     """
-    path, note = folder / f"{entry.name}.json", ""
+    path = folder / f"{entry.name}.json"
     content: dict[str, Any] = {"name": entry.name, "source": entry.source, "tiers": {}}
     if path.exists():
         before = read(path)
         if before["source"] == entry.source:
             content["tiers"] = before["tiers"]
-        else:
-            kept = next(p for p in _before(path) if not p.exists())
-            path.replace(kept)
-            note = f"{path.name} had results of other code, which are now in {kept}"
     found = {**content["tiers"].get(tier, {}), **tasks}
     content["tiers"][tier] = {name: found[name] for name in TASKS if name in found}
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(path, json.dumps(_rounded(content), allow_nan=False) + "\n")
-    return path, note
-
-
-def _before(path: Path) -> Iterator[Path]:
-    """Names for earlier results: NAME.json.before, NAME.json.before2, …"""
-    yield path.with_suffix(".json.before")
-    for number in itertools.count(2):
-        yield path.with_suffix(f".json.before{number}")
+    return path
 
 
 def _rounded(value: Any) -> Any:

@@ -70,7 +70,7 @@ def task(options: TaskOptions) -> Task:
         padding          fill the last streams of a worker with the word <pad>. By default its last
                          words, fewer than the streams, are left out.
 
-    Options of wikitext2 and ptb::
+    Options of wikitext2::
 
         tokenizer        blanks (default): words as in the files. spacy: the English rules of spaCy
         lower            convert words to lower case. Default: false

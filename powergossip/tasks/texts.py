@@ -253,19 +253,8 @@ wikitext2 = _Files(
     hub_arguments={"name": "wikitext-2-v1"},
     column="text",
 )
-# Mikolov et al. (2010), "Recurrent neural network based language model", of Marcus et al. (1993).
-# The hub's own files are a program, which datasets no longer runs. This is its output.
-ptb = _Files(
-    names={"train": "ptb.train.txt", "valid": "ptb.valid.txt", "test": "ptb.test.txt"},
-    folder="ptb",
-    hub="ptb-text-only/ptb_text_only",
-    hub_arguments={"revision": "refs/convert/parquet"},
-    column="sentence",
-)
-
 # name → a function of the options of all tasks and its own, that returns the words of each split
 TEXTS: dict[str, Callable[..., dict[Split, Words]]] = {
     "topics": topics,
     "wikitext2": wikitext2,
-    "ptb": ptb,
 }

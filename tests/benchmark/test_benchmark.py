@@ -319,8 +319,7 @@ def test_a_method_is_tuned_on_held_out_data_and_compared_on_test_data(
     (folder / metrics.FILE).write_text('{"epoch": 1}\n{"epo')  # of 2, of the first of 3 runs
     assert campaign.work(final) == (total - total // 6, total)
 
-    saved, note = results.save(entry, QUICK, found_of_all, output)
-    assert not note
+    saved = results.save(entry, QUICK, found_of_all, output)
     content = results.read(saved)
     shown = page.text([content], QUICK, None, "mine")
     assert "text_same" in shown
@@ -829,7 +828,7 @@ def test_files_that_are_no_results(
 
 
 def test_results_in_two_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Tasks are added, damaged files left out, and those of other code kept."""
+    """Tasks are added, damaged files left out, and those of other code replaced."""
     folders = [tmp_path / "library", tmp_path / "own"]
     entry = entries.Entry("a", "source", {})
     for folder, name in zip(folders, ("fashion_mnist_same", "text_same"), strict=True):
@@ -848,16 +847,7 @@ def test_results_in_two_folders(tmp_path: Path, capsys: pytest.CaptureFixture[st
     (run,) = tiers[QUICK]["text_same"]["runs"]  # the last one
     assert run["evaluations"][-1]["mean"] == 0.765432
     other = entries.Entry("a", "other source", {})
-    path, note = results.save(other, QUICK, {"text_same": result(0.1)}, folders[1])
-    assert "results of other code" in note
-    results.save(dataclasses.replace(other, source="third"), QUICK, {}, folders[1])
     results.save(other, QUICK, {"text_same": result(0.1)}, folders[1])
-    for suffix, source in [
-        (".before", "source"),
-        (".before2", "other source"),
-        (".before3", "third"),
-    ]:
-        assert results.read(Path(f"{path}{suffix}"))["source"] == source
     (found,) = results.read_all(folders)
     assert found["source"] == "other source"
     assert list(found["tiers"][QUICK]) == ["text_same"]

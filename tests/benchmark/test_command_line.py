@@ -38,7 +38,7 @@ def saved(
     """A file with results of some tasks."""
     found = result(*means, tried=[{"setting": {}, "score": 0.5}])
     entry = entries.Entry(name, "", {})
-    return results.save(entry, tier, dict.fromkeys(tasks, found), Path(folder))[0]
+    return results.save(entry, tier, dict.fromkeys(tasks, found), Path(folder))
 
 
 # --- show -----------------------------------------------------------------------------------------

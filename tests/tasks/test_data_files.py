@@ -181,7 +181,6 @@ def test_the_message_has_the_searched_places_and_the_remedies(
         ("Cifar", "", r"one of: the folder cifar-10-batches-py; the folder cifar-10-batches-bin"),
         ("Cifar100", "", r"one of: the folder cifar-100-python; the folder cifar-100-binary"),
         ("LSTM", "wikitext2", r"one of: wiki.train.tokens, wiki.test.tokens; the folder wiki"),
-        ("LSTM", "ptb", r"one of: ptb.train.txt, ptb.test.txt; the folder ptb"),
     ],
 )
 def test_messages_offer_what_the_task_can_read(

@@ -42,11 +42,6 @@ WIKI = {
     "validation": [{"text": " B \n"}],
     "test": [{"text": ""}, {"text": " A title . \n"}],
 }
-PTB = {
-    "train": [{"sentence": "the cat is N years old"}, {"sentence": "no"}],
-    "validation": [{"sentence": "b"}],
-    "test": [{"sentence": "the dog"}],
-}
 # (task, its dataset) → a name, its arguments, and the answer of the hub
 HUB: dict[tuple[str, str], tuple[str, dict[str, str], dict[str, Rows]]] = {
     ("FashionMNIST", ""): (
@@ -57,11 +52,6 @@ HUB: dict[tuple[str, str], tuple[str, dict[str, str], dict[str, Rows]]] = {
     ("Cifar", ""): ("uoft-cs/cifar10", {}, images("img", "label", (32, 32, 3))),
     ("Cifar100", ""): ("uoft-cs/cifar100", {}, images("img", "fine_label", (32, 32, 3))),
     ("LSTM", "wikitext2"): ("Salesforce/wikitext", {"name": "wikitext-2-v1"}, WIKI),
-    ("LSTM", "ptb"): (
-        "ptb-text-only/ptb_text_only",
-        {"revision": "refs/convert/parquet"},
-        PTB,
-    ),
 }
 
 
@@ -112,20 +102,6 @@ def test_what_is_fetched_is_what_the_hub_has_and_is_kept(
         assert split.labels.tolist() == [row[label] for row in rows]
     fetched(task, dataset, download=False)
     assert len(hub) == 1
-
-
-def test_texts_of_earlier_downloads_are_enough_without_the_validation_text(
-    hub: list[tuple[str, dict[str, str]]], nowhere: Path
-) -> None:
-    """Earlier versions downloaded two files of three. The third one comes when it is asked for."""
-    before = fetched("LSTM", "wikitext2")
-    (file,) = nowhere.rglob("wiki.valid.tokens")
-    file.unlink()
-    two = texts.TEXTS["wikitext2"](options(task="LSTM", download=False))
-    assert (two["train"], two["test"]) == (before[0], before[2])
-    assert len(hub) == 1
-    assert fetched("LSTM", "wikitext2") == before
-    assert len(hub) == 2
 
 
 def test_the_real_datasets_decode_images_as_is_expected(

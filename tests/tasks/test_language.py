@@ -298,11 +298,6 @@ WIKI = {
     "wiki.valid.tokens": " \n The CAT can't . \n",
     "wiki.test.tokens": " \n The dog . \n",
 }
-PTB = {
-    "ptb.train.txt": " the cat is <unk> \n the end \n",
-    "ptb.valid.txt": " the end is the end \n",
-    "ptb.test.txt": " the dog is N years old \n",
-}
 
 
 def write_files(folder: Path, contents: dict[str, str]) -> None:
@@ -317,26 +312,17 @@ def make(folder: Path | None, dataset: str, **changes: Any) -> tasks.Task:
     return tasks.make("LSTM", data_dir=folder, **arguments, task_options=choices)
 
 
-@pytest.mark.parametrize(
-    ("dataset", "inside"),
-    [
-        *(("wikitext2", folder) for folder in ("", "wikitext-2", "LSTM/wikitext-2")),
-        *(("ptb", folder) for folder in ("", "LSTM")),
-    ],
-)
-def test_files_of_words_are_read(tmp_path: Path, dataset: str, inside: str) -> None:
+@pytest.mark.parametrize("inside", ["", "wikitext-2", "LSTM/wikitext-2"])
+def test_files_of_words_are_read(tmp_path: Path, inside: str) -> None:
     """Words as they are, all of the training text's in the vocabulary."""
-    contents, n_train, n_test, n_words = {"wikitext2": (WIKI, 17, 5, 10), "ptb": (PTB, 8, 7, 6)}[
-        dataset
-    ]
-    write_files(tmp_path / inside, contents)
-    task = make(tmp_path, dataset)
+    write_files(tmp_path / inside, WIKI)
+    task, n_train, n_test, n_words = make(tmp_path, "wikitext2"), 17, 5, 10
     for architecture in ARCHITECTURES:
         model = task.model(architecture, seed=1)
         assert next(model.parameters()).shape[0] == n_words
         assert task.evaluate(model)["count"] == n_test - 1
         assert task.evaluate(model, "train")["count"] == n_train - 1
-    rarer = make(tmp_path, dataset, min_count=2).model("LSTM", seed=1)
+    rarer = make(tmp_path, "wikitext2", min_count=2).model("LSTM", seed=1)
     assert next(rarer.parameters()).shape[0] < n_words
 
 
@@ -446,12 +432,8 @@ def test_damaged_texts_and_a_missing_library_are_rejected_by_name(
         with pytest.raises(ValueError, match=words):
             make(tmp_path, "wikitext2")
     test.unlink()
-    for dataset, words in (
-        ("wikitext2", "wiki.test.tokens$"),
-        ("ptb", "ptb.train.txt, ptb.test.txt; "),
-    ):
-        with pytest.raises(ValueError, match=rf"^data_dir=.*: use .* {words}"):
-            make(tmp_path, dataset)
+    with pytest.raises(ValueError, match=r"^data_dir=.*: use .* wiki.test.tokens$"):
+        make(tmp_path, "wikitext2")
 
 
 # Options.

@@ -167,7 +167,7 @@ def test_data_models_and_metrics_that_differ_are_rejected(monkeypatch: pytest.Mo
     [
         ("FashionMNIST", "train-images-idx3-ubyte", "the first training images"),
         ("FashionMNIST", "train-labels-idx1-ubyte", "the training labels"),
-        ("LSTM", "ptb.train.txt", "the training texts"),
+        ("LSTM", "wiki.train.tokens", "the training texts"),
     ],
 )
 def test_files_of_equal_lengths_that_differ_are_rejected(
@@ -175,13 +175,15 @@ def test_files_of_equal_lengths_that_differ_are_rejected(
 ) -> None:
     """In a folder of each process. Six bytes, or two words, are in another order in one of them."""
     write_fashion_mnist(tmp_path)
-    for name in ("ptb.train.txt", "ptb.test.txt"):
+    for name in ("wiki.train.tokens", "wiki.test.tokens"):
         (tmp_path / name).write_text(" the cat and the dog \n" * 40)
     content = bytearray((tmp_path / file).read_bytes())
     if RANK:
         content[27:30], content[39:42] = content[39:42], content[27:30]
     (tmp_path / file).write_bytes(content)
-    given = {"task_options": {"dataset": "ptb", "sequence_length": 3}} if task == "LSTM" else {}
+    given = (
+        {"task_options": {"dataset": "wikitext2", "sequence_length": 3}} if task == "LSTM" else {}
+    )
     changes = {"task": task, "task_architecture": None, "data_dir": str(tmp_path), **given}
     assert words in rejected(lambda: trainer(**changes))
 
