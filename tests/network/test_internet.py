@@ -85,15 +85,16 @@ def test_agreements_and_messages_are_those_of_other_transports(machines: Any) ->
         rank, size = processes.rank, processes.size
         values = processes.gather((rank, {"a": None, 2: [1.5, float("inf")]}, np.arange(rank)))
         rows = processes.gather_arrays(np.full((2, 3), rank))
-        own = np.full(5, rank)
+        own, gathering = np.full(5, rank), processes.start_gathering(np.array([rank]))
         processes.broadcast_array(own)
+        assert gathering.result().tolist() == [[0], [1], [2]]
         both_signs = np.array([rank, -rank])
         biggest = processes.start_max(both_signs)
         both_signs += 9  # too late
         channel = processes.channel(torch.device("cpu"))
         right, left = (rank + 1) % size, (rank - 1) % size
-        came = []
-        for step in range(3):  # the second tag is awaited first
+        came, started = [], []
+        for step in range(3):
             both = [(tag, torch.full((2**18 + tag,), 10 * step + tag + rank)) for tag in (0, 7)]
             received = [torch.zeros_like(tensor) for _, tensor in both]
             requests = [
@@ -102,6 +103,8 @@ def test_agreements_and_messages_are_those_of_other_transports(machines: Any) ->
             ]
             for request in requests:
                 request.start()
+            started.append((requests, received))
+        for step, (requests, received) in enumerate(started):  # the second tag is awaited first
             for request in reversed(requests):
                 request.wait()
             came += [int(tensor.unique()) - 10 * step - left for tensor in received]
@@ -512,28 +515,34 @@ def test_a_machine_that_was_silent_for_too_long_is_told_so(machines: Any) -> Non
 
 
 def test_a_program_that_ends_waits_for_those_who_still_read(machines: Any) -> None:
+    """More bytes than QUIC holds."""
     first, second = machines(2)
-    ends = threading.Event()
-    memory = torch.arange(10**5)
-
-    def send() -> None:
-        request = first.channel(torch.device("cpu")).requests([], [(1, memory)])
-        request.start()
-        request.wait()
-        ends.set()
-        first.finalize()
-
+    memory = torch.arange(10**6)
+    first.channel(torch.device("cpu")).requests([], [(1, memory)]).start()
     with ThreadPoolExecutor(1) as pool:
-        sending = pool.submit(send)
-        ends.wait()
+        ending = pool.submit(first.finalize)
         time.sleep(0.2)
         into = torch.empty_like(memory)
         request = second.channel(torch.device("cpu")).requests([(0, into)], [])
         request.start()
         request.wait()
         second.finalize()
-        sending.result(60)
+        ending.result(60)
     assert torch.equal(into, memory)
+
+
+def test_exchanges_by_edges_end_when_all_have_read(machines: Any) -> None:
+    first, second = everywhere(machines(2), lambda own: wire.InternetWire(own, 20))
+    first.send(1, DATA, payload=np.ones(2**23, np.uint8))
+    with ThreadPoolExecutor(1) as pool:
+        ending = pool.submit(first.part)
+        time.sleep(0.2)
+        arrived: list[Any] = []
+        while not arrived:
+            arrived += second.receive()
+        second.part()
+        ending.result(60)
+    assert [message.payload.sum() for message in arrived] == [2**23]
 
 
 class Echo:
@@ -692,3 +701,43 @@ def test_messages_that_nobody_takes_stay_with_the_sender(
 
     wait_until(all_arrive)
     assert arrived == [*range(40)]
+
+
+def test_a_place_is_free_again_and_workers_stay_where_they_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A machine leaves while the first one waits. In the next start, the last one comes first."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    keys, options, said = [os.urandom(32) for _ in range(4)], meeting.Options(), [""]
+    ticket, record = internet.prepare(0, keys[:3], bytes(32))
+    record.members = []
+
+    def here(number: int) -> bool:
+        said[0] += capsys.readouterr().out
+        return f"{number} of 3 machines are here" in said[0]
+
+    def call(rank: int) -> meeting.Asked:
+        asked = meeting.call(host.ticket, internet.prepare(rank, keys, bytes(32))[1], options)
+        assert asked is not None
+        return asked
+
+    with ThreadPoolExecutor(4) as pool:
+        for order in ((3, 1, 2), (2, 1)):
+            host = meeting.Host(ticket, record, options, "")
+            working = [pool.submit(host.meet)]
+            for rank in order:
+                asked = call(rank)
+                work = pool.submit(asked.enter)
+                if rank != order[-1]:
+                    wait_until(lambda: here(2), 20)
+                    said[0] = ""
+                if rank == 3:
+                    asked.leave("it has left")
+                    wait_until(lambda: here(1), 20)
+                else:
+                    working.append(work)
+            found = [work.result(60) for work in working]
+            for _, members in found:
+                assert members == [meeting.public(key) for key in keys[:3]]
+            list(pool.map(lambda of: of[0].close(""), found))
+            record.port = 0
