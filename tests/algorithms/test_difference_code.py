@@ -1,6 +1,7 @@
 """Differences from messages of few bits: laws of both ends, of errors, and of ranges."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -96,6 +97,8 @@ def test_both_ends_have_the_same_difference_with_a_relative_error(kind: str, bit
                 else:
                     assert not d[i, slot].any()
         errors.append(float((d - true).norm() / true.norm()))
+    if kind == "normal" and bits >= 8:
+        assert int(code.skipped) == 0, "nor where there is no neighbor"
     assert sorted(errors[20:])[20] < 32 * 2.0**-bits  # the median, once there are ranges
 
 
@@ -183,7 +186,8 @@ def test_ranges_follow_differences(case: str, bits: int) -> None:
 @pytest.mark.parametrize(
     ("kind", "bits", "limit"),
     [("sizes", 3, 0.25), ("sizes", 4, 0.22), ("sizes", 8, 0.14), ("heavy tails", 3, 0.012),
-     ("heavy tails", 4, 0.007), ("heavy tails", 8, 0.003), ("growing", 3, 0.002)],
+     ("heavy tails", 4, 0.007), ("heavy tails", 8, 0.003), ("growing", 3, 0.002),
+     ("waves", 4, 0.0025)],
 )  # fmt: skip
 def test_few_blocks_are_left_out(kind: str, bits: int, limit: float) -> None:
     """Of differences that change by up to 100 times from message to message, and others."""
@@ -194,6 +198,8 @@ def test_few_blocks_are_left_out(kind: str, bits: int, limit: float) -> None:
             x *= 10.0 ** (2 * float(torch.rand(1, generator=generator)) - 1)
         elif kind == "heavy tails":
             x /= torch.rand(3, 800, generator=generator).log().neg().sqrt()
+        elif kind == "waves":
+            x *= 10 ** math.sin(t / 8)
         else:
             x *= 1.05**t
         difference(code, network, products(x, network), t)
@@ -314,6 +320,15 @@ def test_a_wrong_bit_of_a_checksum_leaves_its_block_out() -> None:
             received[2, 1, -26 + bit // 8] ^= 1 << bit % 8
         code.decode(own, received, 0)
         assert int(code.skipped) - before == {1: 1, 3: 3, 4: 13}[len(wrong)]
+
+
+def test_a_restored_code_goes_on_to_the_bit() -> None:
+    network = Network(topologies.make("ring", 3), dtype=torch.float64)
+    s, codes = products(drawn("normal", 3, 0), network), [code_of(network, 4) for _ in range(2)]
+    for t in range(5):
+        difference(codes[0], network, s, t)
+    codes[1].load(codes[0].saved())
+    assert torch.equal(*(difference(code, network, s, 5) for code in codes))
 
 
 def test_codes_of_an_edge_have_their_own_random_numbers() -> None:

@@ -1,6 +1,7 @@
 """Attacks on a machine of a run across the internet harm nobody else, and its memory is bounded."""
 
 import asyncio
+import copy
 import json
 import os
 import socket
@@ -182,8 +183,10 @@ async def garbage(victim: Victim) -> None:
 async def flood(victim: Victim) -> None:
     """Megabytes on many streams instead of a handshake."""
     attacker = await Attacker.call(victim)
-    await (await attacker.connection.open_bi()).send().write_all(b"r")
+    stream = await attacker.connection.open_bi()
+    await stream.send().write_all(b"r")
     await attacker.flood(STREAMS)
+    assert "too many bytes" in str(await attacker.connection.closed())
     await attacker.connection.open_bi()
 
 
@@ -208,6 +211,7 @@ STRANGERS = [wrong_protocol, wrong_secret, replay, truncated, garbage, flood, da
 
 
 def test_strangers_take_no_part(victim: Victim, member: Node) -> None:
+    silent = asyncio.run(Attacker.call(victim, host="127.0.0.4"))
     before, _, files = victim.ask("memory")
     for attack in STRANGERS:
         with suppress(iroh.IrohError, handshake.WrongSecret):
@@ -218,6 +222,7 @@ def test_strangers_take_no_part(victim: Victim, member: Node) -> None:
     other.knows(victim.key, [victim.place])
     assert echo(victim, other)
     other.close("")
+    asyncio.run(asyncio.wait_for(silent.connection.closed(), 30))  # after ten seconds
     after, _, files_after = victim.ask("memory")
     assert after - before < GROWTH
     assert files_after <= files + 2
@@ -447,3 +452,25 @@ def test_members_with_wrong_headers_are_lost_and_the_others_go_on(
     said = capsys.readouterr().err
     for process, (_, sentence) in wrong.items():
         assert f"process {process} is lost: it has sent {sentence}\n" in said
+
+
+def test_a_caller_shows_first_that_it_has_its_address(victim: Victim) -> None:
+    """The answer to a first packet, whose sender may be forged, is a Retry of QUIC (RFC 9000)."""
+    host, _, port = victim.place.rpartition(":")
+
+    async def call() -> bytes:
+        loop = asyncio.get_running_loop()
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as between:
+            between.bind((host, 0))
+            between.setblocking(False)
+            through = copy.copy(victim)
+            through.place = f"{host}:{between.getsockname()[1]}"
+            calling = asyncio.ensure_future(Attacker.call(through))
+            first, _ = await loop.sock_recvfrom(between, 2**12)
+            await loop.sock_sendto(between, first, (host, int(port)))
+            while (answer := await loop.sock_recvfrom(between, 2**12))[1] != (host, int(port)):
+                pass
+            calling.cancel()
+            return answer[0]
+
+    assert asyncio.run(asyncio.wait_for(call(), 30))[0] & 0xF0 == 0xF0

@@ -4,8 +4,10 @@ import asyncio
 import json
 import os
 import re
+import threading
+import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -33,9 +35,11 @@ from powergossip.network.internet import (
     meeting,
     node,
     tickets,
+    wire,
 )
 from powergossip.network.internet.node import Link, Node
 from powergossip.network.internet.processes import InternetProcesses
+from powergossip.network.resilient.failure_detector import DATA
 from tests.harness import internet
 from tests.harness.helpers import wait_until
 from tests.harness.launch import ROOT, python
@@ -59,7 +63,7 @@ def machines(
         processes.node.close("the test is over")
 
 
-def everywhere(machines: list[InternetProcesses], action: Callable[..., Any]) -> list[Any]:
+def everywhere(machines: list[Any], action: Callable[..., Any]) -> list[Any]:
     """action(processes) of all machines, each in a thread of its own."""
     with ThreadPoolExecutor(len(machines)) as pool:
         return [work.result(60) for work in [pool.submit(action, m) for m in machines]]
@@ -81,13 +85,16 @@ def test_agreements_and_messages_are_those_of_other_transports(machines: Any) ->
         rank, size = processes.rank, processes.size
         values = processes.gather((rank, {"a": None, 2: [1.5, float("inf")]}, np.arange(rank)))
         rows = processes.gather_arrays(np.full((2, 3), rank))
-        own = np.full(5, rank)
+        own, gathering = np.full(5, rank), processes.start_gathering(np.array([rank]))
         processes.broadcast_array(own)
-        biggest = processes.start_max(np.array([rank, -rank]))
+        assert gathering.result().tolist() == [[0], [1], [2]]
+        both_signs = np.array([rank, -rank])
+        biggest = processes.start_max(both_signs)
+        both_signs += 9  # too late
         channel = processes.channel(torch.device("cpu"))
         right, left = (rank + 1) % size, (rank - 1) % size
-        came = []
-        for step in range(3):  # the second tag is awaited first
+        came, started = [], []
+        for step in range(3):
             both = [(tag, torch.full((2**18 + tag,), 10 * step + tag + rank)) for tag in (0, 7)]
             received = [torch.zeros_like(tensor) for _, tensor in both]
             requests = [
@@ -96,6 +103,8 @@ def test_agreements_and_messages_are_those_of_other_transports(machines: Any) ->
             ]
             for request in requests:
                 request.start()
+            started.append((requests, received))
+        for step, (requests, received) in enumerate(started):  # the second tag is awaited first
             for request in reversed(requests):
                 request.wait()
             came += [int(tensor.unique()) - 10 * step - left for tensor in received]
@@ -117,8 +126,15 @@ def test_agreements_and_messages_are_those_of_other_transports(machines: Any) ->
 def test_the_links_of_all_edges_are_measured_and_shown_on_all_machines(
     machines: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Positive numbers and an interface of this host in each direction. QUIC adds bytes."""
+    """Numbers as measured and an interface of this host in each direction. QUIC adds bytes."""
+    measured: dict[tuple[int, int], tuple[float, float]] = {}
+
+    def measure(*given: Any) -> Any:
+        measured.update(found := speeds.measure(*given))
+        return found
+
     monkeypatch.setattr(speeds, "SIZES", (2**16,))
+    monkeypatch.setattr(check, "measure", measure)
     everywhere(machines(3), lambda own: check.check(own, [(0, 1), (1, 2)] if own.rank == 0 else []))
     printed = capsys.readouterr().out
     row = r"(\d), (\d) +(\S+) +[\d.]+:\d+ +direct +(\S+) +(\S+) +\+(\S+) %"
@@ -127,7 +143,11 @@ def test_the_links_of_all_edges_are_measured_and_shown_on_all_machines(
     names = {name for name, _ in interfaces.interfaces()}
     assert [pair for pair, _ in found] == sorted(3 * ["01", "10", "12", "21"])
     assert {name for _, name in found} <= names
-    assert all(float(number) > 0 for row in rows for number in row[3:])
+    for i, j, _, *numbers in rows:
+        latency, bandwidth = measured[int(i), int(j)]
+        ms, megabits, percent = map(float, numbers)
+        assert (ms, megabits) == pytest.approx((latency / 1e3, 8 * bandwidth), rel=0.02, abs=0.006)
+        assert percent > 0
     assert printed.count("3 machines, 2 edges\n") == 3
 
 
@@ -208,19 +228,20 @@ def test_a_machine_is_found_where_another_one_sees_it() -> None:
         of.close("")
 
 
-def test_another_length_than_is_due_ends_the_connection(machines: Any) -> None:
-    """An announced message of 2⁶³ bytes is a sentence, not memory. So is one byte too many."""
+@pytest.mark.parametrize("length", [7, 9, 2**63])
+def test_another_length_than_is_due_ends_the_connection(machines: Any, length: int) -> None:
+    """An announced message of 2⁶³ bytes is a sentence, not memory. So is a byte more or less."""
     first, second = machines(2)
     link: Link = second.node.wait(second.link(0))
 
     async def announce() -> None:
         stream = await link.connection.open_uni()
-        await stream.write_all((3).to_bytes(4, "little") + (2**63).to_bytes(8, "little"))
+        await stream.write_all((3).to_bytes(4, "little") + length.to_bytes(8, "little") + bytes(9))
 
     second.node.wait(announce())
     memory = memoryview(bytearray(8))
     own: Link = first.node.wait(first.link(1))
-    with pytest.raises(PeerLost, match=f"process 1.*{2**63} bytes have come instead of 8"):
+    with pytest.raises(PeerLost, match=f"process 1.*{length} bytes have come instead of 8"):
         first.node.wait(own.receive(3, memory))
     with pytest.raises(PeerLost, match="process 0"):
         second.gather(None)
@@ -303,7 +324,7 @@ def test_arrays_survive_and_shapes_are_bounded() -> None:
 def test_tickets_and_their_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A ticket is its text. A damaged one is rejected. The file of a key is for its owner alone."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    ticket = tickets.Ticket("mine", bytes(32), os.urandom(32), 3, ("192.0.2.1:7", "[::1]:8"))
+    ticket = tickets.Ticket("mine", bytes(32), bytes(range(32)), 3, ("192.0.2.1:7", "[::1]:8"))
     text = str(ticket)
     assert tickets.read(text) == ticket
     for wrong in (text[:-3], text.upper(), "powergossip-", text[:90] + "-" + text[91:]):
@@ -315,6 +336,8 @@ def test_tickets_and_their_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert tickets.saved("mine") == tickets.Record(text, bytes(32).hex(), 7)
     with pytest.raises(BadInput, match=r"use new, a ticket, or the name"):
         tickets.saved("../mine")
+    with pytest.raises(ValueError, match=r"192\.0\.2\.1:7"):
+        tickets.addresses_of(["192.0.2.1:7"] * (tickets.MOST + 1))
 
 
 @pytest.mark.parametrize(
@@ -414,12 +437,16 @@ def test_settings_are_checked_before_a_ticket_is_printed(
 def test_one_process_of_a_machine_takes_part(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Another one of the run is turned away before it calls anybody."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    ticket = tickets.Ticket("run-a", meeting.public(bytes(32)), bytes(32), 2, ("127.0.0.1:1",))
+    tickets.Record(str(ticket), os.urandom(32).hex()).save("run-a")
     tickets.hold("run-a")
     tickets.hold("run-a")
-    other = "from powergossip.network.internet import tickets; tickets.hold({!r})"
-    assert "another process" in python("-c", other.format("run-a")).stderr
-    assert python("-c", other.format("run-b")).returncode == 0
+    joining = "from powergossip.network.internet import meeting as m; m.ask('run-a', m.Options())"
+    assert "another process" in python("-c", joining).stderr
+    other = "from powergossip.network.internet import tickets; tickets.hold('run-b')"
+    assert python("-c", other).returncode == 0
 
 
 @pytest.mark.parametrize(
@@ -437,3 +464,292 @@ def test_a_machine_with_other_settings_is_turned_away(
     theirs = {"n_workers": 2, "num_epochs": 1}
     with pytest.raises(BadInput, match=sentence) if sentence else nullcontext():
         meeting.check_same("run-a", theirs, own)
+
+
+def test_long_messages_that_are_sent_at_once_stay_whole(machines: Any) -> None:
+    first, second = machines(2)
+    messages = [bytes([k]) * (3 * 2**20 + k) for k in range(2)]
+
+    async def send() -> None:
+        link = await first.link(1)
+        await asyncio.gather(*(link.send(0, message) for message in messages))
+
+    async def receive() -> list[bytes]:
+        link = await second.link(0)
+        return [await link.receive_any(0, 2**22) for _ in messages]
+
+    first.node.start(send())
+    assert second.node.wait(receive(), 60) == messages
+
+
+def test_a_new_connection_has_all_tags_and_the_bytes_of_the_former_one_count(machines: Any) -> None:
+    """More tags than QUIC's streams at first."""
+    first, second = machines(2)
+    tags = range(8, 138)
+
+    async def send() -> None:
+        link = await first.link(1)
+        for tag in tags:
+            await link.send(tag, bytes(1000))
+
+    async def receive() -> set[bytes]:
+        link = await second.link(0)
+        return {await link.receive_any(tag, 1000) for tag in tags}
+
+    sent = first.traffic[1]
+    for _ in range(3):
+        first.node.start(send())
+        assert second.node.wait(receive(), 60) == {bytes(1000)}
+        sent += 1000 * len(tags)
+        assert first.traffic[1] > sent
+        first.node.wait(first.link(1)).connection.close(node.SILENT, b"")
+
+
+def test_a_machine_that_was_silent_for_too_long_is_told_so(machines: Any) -> None:
+    """The others have gone on without it: its connection does not."""
+    first, second = machines(2)
+    link = first.node.wait(first.link(1))
+    first.node.call(lambda: link.close(node.SILENT, node.SILENCE))
+    with pytest.raises(PeerLost, match=r"process 0 is lost .*for too long"):
+        second.gather(None)
+
+
+def test_a_program_that_ends_waits_for_those_who_still_read(machines: Any) -> None:
+    """More bytes than QUIC holds."""
+    first, second = machines(2)
+    memory = torch.arange(10**6)
+    first.channel(torch.device("cpu")).requests([], [(1, memory)]).start()
+    with ThreadPoolExecutor(1) as pool:
+        ending = pool.submit(first.finalize)
+        time.sleep(0.2)
+        into = torch.empty_like(memory)
+        request = second.channel(torch.device("cpu")).requests([(0, into)], [])
+        request.start()
+        request.wait()
+        second.finalize()
+        ending.result(60)
+    assert torch.equal(into, memory)
+
+
+def test_exchanges_by_edges_end_when_all_have_read(machines: Any) -> None:
+    first, second = everywhere(machines(2), lambda own: wire.InternetWire(own, 20))
+    first.send(1, DATA, payload=np.ones(2**23, np.uint8))
+    with ThreadPoolExecutor(1) as pool:
+        ending = pool.submit(first.part)
+        time.sleep(0.2)
+        arrived: list[Any] = []
+        while not arrived:
+            arrived += second.receive()
+        second.part()
+        ending.result(60)
+    assert [message.payload.sum() for message in arrived] == [2**23]
+
+
+class Echo:
+    """A stream that sends back what it gets, after some bytes."""
+
+    def __init__(self, octets: bytes = b""):
+        self._octets = octets
+
+    def send(self) -> "Echo":
+        return self
+
+    recv = send
+
+    async def write_all(self, octets: bytes) -> None:
+        self._octets += octets
+
+    async def read_exact(self, length: int) -> bytes:
+        taken, self._octets = self._octets[:length], self._octets[length:]
+        return taken
+
+
+@pytest.mark.parametrize(("end", "before"), [(handshake.dial, 0), (handshake.accept, 32)])
+def test_a_proof_that_comes_back_is_none(end: Any, before: int) -> None:
+    with pytest.raises(handshake.WrongSecret):
+        asyncio.run(end(Echo(bytes(before)), b"s" * 32, b"a" * 32, b"a" * 32))
+
+
+def test_a_proof_is_of_its_secret_end_keys_and_numbers() -> None:
+    right = [b"s" * 32, b"dialer", b"a" * 32, b"b" * 32, b"n" * 64]
+    for place, wrong in enumerate((b"t" * 32, b"acceptor", b"c" * 32, b"c" * 32, b"m" * 64)):
+        other = [*right[:place], wrong, *right[place + 1 :]]
+        assert handshake.proof(*other) != handshake.proof(*right)
+
+
+def in_background(work: Callable[[], Any]) -> "Future[Any]":
+    """The result of a function in a thread that does not hold up a test that fails."""
+
+    def run() -> None:
+        try:
+            found.set_result(work())
+        except BaseException as error:
+            found.set_exception(error)
+
+    found = Future[Any]()
+    threading.Thread(target=run, daemon=True).start()
+    return found
+
+
+def test_the_first_machine_waits_for_those_that_are_ready(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One with other settings, one that does not accept the definition and one that only looks
+    take no place. When the run starts again, the ticket does not admit another machine."""
+    options, definition = meeting.Options(), '{"n_workers": 2, "task": "my_tasks:make"}'
+    key, secret = os.urandom(32), os.urandom(32)
+    record = tickets.Record("", key.hex())
+    ticket = tickets.Ticket("run-c", meeting.public(key), secret, 2, ())
+
+    def start(ticket: tickets.Ticket) -> tuple[meeting.Host, "Future[Any]"]:
+        host = meeting.Host(ticket, record, options, definition)
+        return host, in_background(host.meet)
+
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "first"))
+    host, met = start(ticket)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "second"))
+    text = str(host.ticket)
+    with pytest.raises(BadInput, match="num_epochs=3: leave it out"):
+        meeting.connect(text, 2, options, definition.replace("}", ', "num_epochs": 3}'))
+    with pytest.raises(BadInput, match="allow it with --allow VALUE"):
+        join.main([text])
+    own = tickets.saved("run-c")
+    assert own is not None
+    asked = meeting.call(host.ticket, own, options)
+    assert asked is not None
+    asked.leave("it has only looked")
+    asked = meeting.call(host.ticket, own, options)
+    assert asked is not None
+    keys = [ticket.key, meeting.public(bytes.fromhex(own.key))]
+    for node_of, found in (asked.enter(), met.result(60)):
+        assert found == keys
+        node_of.close("")
+    record.port = 0
+    host, met = start(host.ticket)
+    stranger = Node(secret, os.urandom(32), 0)
+    stranger.knows(ticket.key, host.ticket.addresses)
+    with pytest.raises(PeerLost, match="the run has all its machines"):
+        stranger.wait(stranger.link(ticket.key))
+    asked = meeting.call(host.ticket, own, options)
+    assert asked is not None
+    for node_of, found in (asked.enter(), met.result(60)):
+        assert found == keys
+        node_of.close("")
+    stranger.close("")
+
+
+def test_a_speed_is_that_of_messages_from_the_first_to_the_second(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a link with 3 ms and 4 MB/s one way, 1 ms back, on a clock of its own. A first exchange
+    takes a second more."""
+    now = [0.0]
+
+    class Request:
+        def __init__(self, link: Any, there: Any):
+            self._link, self._there = link, there
+
+        def start(self) -> None:
+            if self._there:
+                setup, self._link.is_new = float(self._link.is_new), False
+                now[0] += setup + 0.003 + len(self._there[0][1]) / 4e6
+            else:
+                now[0] += 0.001
+
+        def wait(self) -> None:
+            pass
+
+    class Between:
+        rank, is_new = 0, True
+
+        def requests(self, incoming: Any, outgoing: Any) -> Request:
+            return Request(self, outgoing)
+
+        def gather(self, spent: list[float]) -> list[list[float]]:
+            self.is_new = True
+            return [spent, [9.0] * len(spent)]
+
+    link: Any = Between()
+    monkeypatch.setattr(speeds, "perf_counter", lambda: now[0])
+    memory = torch.zeros(speeds.LARGE, dtype=torch.uint8)
+    found = speeds.measure(link, link, memory, [(0, 1)], (3, 1))
+    assert found == {(0, 1): pytest.approx((2002, 3.98), rel=1e-2)}
+
+
+def test_an_interface_is_the_one_that_has_the_address_of_a_connection() -> None:
+    assert interfaces.interface_towards("127.0.0.2") == "lo"
+    for name, own in interfaces.interfaces():
+        assert interfaces.interface_towards(own) == name or ":" in own
+
+
+def test_a_silent_machine_may_live_and_one_that_says_its_end_does_not(machines: Any) -> None:
+    """Else both sides of a network that fails would go on."""
+    met = machines(3)
+    first, *_ = everywhere(met, lambda own: wire.InternetWire(own, 20))
+    link = met[0].known_link(1)
+    met[0].node.call(lambda: link.close(node.SILENT, node.SILENCE))
+    met[2].node.close("it has ended")
+
+    def has_ended() -> bool:
+        return first.receive() != [] or 2 in first.ended
+
+    wait_until(has_ended)
+    assert first.ended == {2}
+
+
+def test_messages_that_nobody_takes_stay_with_the_sender(
+    machines: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wire, "_HELD", 2**18)
+    first, second = everywhere(machines(2), lambda own: wire.InternetWire(own, 20))
+    for k in range(40):
+        first.send(1, DATA, k=k, payload=np.zeros(2**20, np.uint8))
+    time.sleep(1.5)
+    assert first.pending > 0
+    arrived: list[int] = []
+
+    def all_arrive() -> bool:
+        arrived.extend(message.k for message in second.receive())
+        return len(arrived) == 40
+
+    wait_until(all_arrive)
+    assert arrived == [*range(40)]
+
+
+def test_a_place_is_free_again_and_workers_stay_where_they_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A machine leaves while the first one waits. In the next start, the last one comes first."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    keys, options, said = [os.urandom(32) for _ in range(4)], meeting.Options(), [""]
+    ticket, record = internet.prepare(0, keys[:3], bytes(32))
+    record.members = []
+
+    def here(number: int) -> bool:
+        said[0] += capsys.readouterr().out
+        return f"{number} of 3 machines are here" in said[0]
+
+    def call(rank: int) -> meeting.Asked:
+        asked = meeting.call(host.ticket, internet.prepare(rank, keys, bytes(32))[1], options)
+        assert asked is not None
+        return asked
+
+    for order in ((3, 1, 2), (2, 1)):
+        host = meeting.Host(ticket, record, options, "")
+        working = [in_background(host.meet)]
+        for rank in order:
+            asked = call(rank)
+            work = in_background(asked.enter)
+            if rank != order[-1]:
+                wait_until(lambda: here(2), 20)
+                said[0] = ""
+            if rank == 3:
+                asked.leave("it has left")
+                wait_until(lambda: here(1), 20)
+            else:
+                working.append(work)
+        found = [work.result(60) for work in working]
+        for _, members in found:
+            assert members == [meeting.public(key) for key in keys[:3]]
+        everywhere(found, lambda own: own[0].close(""))
+        record.port = 0
