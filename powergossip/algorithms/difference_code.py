@@ -298,7 +298,8 @@ class DifferenceCode:
 
     def _loops(self, library: kernels.Kernels) -> "_Loops":
         edges = self._edges
-        orders = self._order.int(), self._back.int()
+        margin = self._order.new_zeros(16)
+        orders = torch.cat([self._order, margin]).int(), self._back.int()
         signs = self._signs.float()
         arrays = [self._lengths, *orders, signs, edges.sign, edges.absent, edges.key]
         arrays = [array.contiguous() for array in (*arrays, self.state, self._counts)]
