@@ -233,7 +233,7 @@ class PowerGossip:
             p, d = self.directions[t], self._side(t, 1)
             code, slot = self._code(t)
             if code and code.known(slot):
-                d.unpack(code.decode(own[0], received[0], slot).to(out.dtype))
+                d.unpack(code.decode(own[0], received[0], slot, d.products()))
                 p.update(out, None)
             else:
                 p.update(out, received[0])
@@ -282,7 +282,8 @@ class PowerGossip:
         """Plain gossip on elements that are not compressed, in place if out is rest."""
         code = self.codes[t][2] if self.codes else None
         if code and code.known(0):
-            d = self._own(code.decode(rest, received, 0)).to(out.dtype)
+            d = out.new_empty(*self._edges[t].key.shape, code.elements)
+            d = self._own(code.decode(rest, received, 0, d))
             for span, gossip in self._plain:
                 gossip.add_differences(d[..., span], out[:, span])
             return

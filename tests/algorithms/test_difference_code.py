@@ -42,7 +42,7 @@ def difference(code: DifferenceCode, network: Network, s: Tensor, counter: int) 
         coded = code.known(0)
         own = code.encode(s, 0, counter) if coded else s.clone()
         received = yield ToEach(own)
-        found.append(code.decode(own, received, 0) if coded else received - own)
+        found.append(code.decode(own, received, 0, s.clone()) if coded else received - own)
         if not coded:
             code.begin(found[0], 0)
 
@@ -312,7 +312,7 @@ def test_a_wrong_bit_of_a_checksum_leaves_its_block_out() -> None:
         received, before = own.clone(), int(code.skipped)
         for bit in wrong:
             received[2, 1, -26 + bit // 8] ^= 1 << bit % 8
-        code.decode(own, received, 0)
+        code.decode(own, received, 0, torch.empty(3, 2, 800))
         assert int(code.skipped) - before == {1: 1, 3: 3, 4: 13}[len(wrong)]
 
 
