@@ -130,7 +130,8 @@ class DifferenceCode:
     # --- Messages ---
 
     def encode(self, s: Tensor, slot: int, counter: int) -> Tensor:
-        """The message [worker, neighbor, byte] of s [worker, neighbor, element].
+        """The message [worker, neighbor, byte] of s [worker, neighbor, element], or [worker, 1,
+        element] if it is the same for all neighbors.
 
         Args:
             slot: Index of the ranges.
@@ -339,8 +340,8 @@ class _Loops:
         assert s.dtype == torch.float32
         assert s.stride(2) == 1
         self._encode(
-            *(self._at, slot, s.data_ptr(), s.stride(0), s.stride(1), s.shape[1], counter),
-            *(self._message.data_ptr(), torch.get_num_threads()),
+            *(self._at, slot, s.data_ptr(), s.stride(0), s.stride(1) * (s.shape[1] > 1)),
+            *(self._message.shape[1], counter, self._message.data_ptr(), torch.get_num_threads()),
         )
 
     def decode(self, own: Tensor, received: Tensor, slot: int, out: Tensor) -> Tensor:

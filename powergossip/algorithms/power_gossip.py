@@ -218,8 +218,8 @@ class PowerGossip:
             rest = x[:, self.compressed :]
             if self.codes and self.codes[t][2].known(0):
                 rest = self._gathered(rest)
-                each = rest[:, None].expand(-1, self._edges[t].key.shape[1], -1)
-                messages.append(ToEach(self.codes[t][2].encode(each, 0, self._counter(t))))
+                each = self.codes[t][2].encode(rest[:, None], 0, self._counter(t))
+                messages.append(ToEach(each))
             else:
                 messages.append(ToAll(rest) if self.codes else Shared(rest))
         return tuple(messages)

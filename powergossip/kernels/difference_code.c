@@ -60,6 +60,7 @@ static inline Words load_words(const uint32_t *from) {
     return words;
 }
 
+/* A loop, since compilers convert vectors of bytes one by one. */
 static inline Words load_bytes(const u8 *from) {
     uint32_t words[LANES];
     for (int l = 0; l < LANES; l++) words[l] = from[l];
@@ -121,12 +122,11 @@ typedef struct {
 static inline LongHalf round_down(const Rounding *a, WideHalf y, i64 e, uint32_t *k) {
     const double magic = 0x1.8p52; /* the integer is in the last bits of a sum with it */
     const WideHalf u = __builtin_convertvector(load_half(a->u + e), WideHalf);
-    const WideHalf value = y * a->scale, exact = value + u;
-    const WideHalf near = exact + magic;
-    const LongHalf down = (LongHalf)near + (near - magic > exact);
+    const WideHalf value = y * a->scale, exact = value + u, near = exact + magic;
+    const LongHalf down = (LongHalf)near + (LongHalf)(near - magic > exact);
     const HalfWords integers = __builtin_convertvector(down, HalfWords);
     memcpy(k, &integers, sizeof integers);
-    return ((LongHalf)value & INT64_MAX) >= 0x4310000000000000;
+    return (LongHalf)(((LongHalf)value & INT64_MAX) >= 0x4310000000000000);
 }
 
 /* The integers of rows of LANES elements. Adds their carries to the total. */
@@ -152,9 +152,8 @@ static void encode_rows(Rounding a, WideHalf (*y)[2], i64 rows, i64 e, i64 strid
         const Words row = load_words(k[r]);
         store_bytes(a.low + e + r * stride, row & low);
         if (a.bits > 8) store_bytes(a.high + e + r * stride, (row & high) >> 8);
-        Words weights = {0};
-        weights = each ? load_words(weight + r * LANES) : weights + weight[r];
-        *total += (row >> a.bits & 65535) * weights;
+        const Words one = (Words){0} + weight[r], own = each ? load_words(weight + r * LANES) : one;
+        *total += (row >> (uint32_t)a.bits & 65535) * own;
     }
 }
 
@@ -281,25 +280,22 @@ static inline LaneMask apart(const u8 *const *low, const u8 *const *high, i64 e,
     if (bits > 8) difference += (load_bytes(high[1] + e) - load_bytes(high[0] + e)) << 8;
     const Words k = ((difference + half) & mask) - half;
     *total += (k - difference) * weight;
-    *edge |= k == -half; /* ±half is none of them */
+    *edge |= (LaneMask)(k == -half); /* ±half is none of them */
     return (LaneMask)k;
 }
 
 /* The integers of a row, 0 in blocks that are left out. */
 static inline Lanes measure(LaneMask k, LaneMask kept, LaneMask *peaks) {
     const LaneMask value = k & kept, negative = value >> 31, size = (value ^ negative) - negative;
-    const LaneMask more = size > *peaks;
+    const LaneMask more = (LaneMask)(size > *peaks);
     *peaks = (size & more) | (*peaks & ~more);
     return __builtin_convertvector(value, Lanes);
 }
 
-/* True if a block has a wrong carry: its total is not that of both checksums. */
+/* True if a block's carries are not the difference of both checksums. */
 static inline int differs(const u8 *const *sums, i64 block, i64 blocks, uint32_t carries) {
-    for (int end = 0; end < 2; end++) {
-        const u8 *sum = sums[end] + block;
-        carries += (uint32_t)((end ? -1 : 1) * (sum[0] + 256 * sum[blocks]));
-    }
-    return (carries & 65535) != 0;
+    const u8 *own = sums[0] + block, *theirs = sums[1] + block;
+    return ((carries + own[0] - theirs[0] + 256u * (own[blocks] - theirs[blocks])) & 65535) != 0;
 }
 
 static void decode_edge(const void *arguments, i64 edge) {
@@ -331,10 +327,9 @@ static void decode_edge(const void *arguments, i64 edge) {
         Lanes z[ROWS_OF_BLOCK];
         Words total = {0};
         LaneMask wrong = {0}, kept = {0};
-        for (i64 r = 0; r < ROWS_OF_BLOCK; r++) {
-            const i64 e = first + r * columns;
-            k[r] = apart(low, high, e, bits, (Words){0} + weight[r], &total, &wrong);
-        }
+        for (i64 r = 0; r < ROWS_OF_BLOCK; r++)
+            k[r] = apart(low, high, first + r * columns, bits, (Words){0} + weight[r], &total,
+                         &wrong);
         for (i64 l = 0; l < width; l++) {
             const i64 left_out = wrong[l] || differs(sums, first + l, blocks, total[l] >> bits);
             found.failed += left_out;
