@@ -78,7 +78,9 @@ def drawn(kind: str, n: int, t: int) -> Tensor:
     return x
 
 
-@pytest.mark.parametrize("bits", [3, 4, 6, 8, 11, 16])
+@pytest.mark.parametrize(
+    "bits", [4, 11, *(pytest.param(bits, marks=pytest.mark.long) for bits in (3, 6, 8, 16))]
+)
 @pytest.mark.parametrize(
     "kind", ["normal", "common", "heavy tails", "one entry", "periodic", "sizes"]
 )
