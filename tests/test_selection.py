@@ -29,6 +29,7 @@ def test_files_that_start_programs_are_known_by_their_imports() -> None:
     assert not {"test_algorithms.py", "test_compressors.py", "test_topologies.py"} & found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("change", "reached", "others"),
     [

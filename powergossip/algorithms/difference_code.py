@@ -130,7 +130,8 @@ class DifferenceCode:
     # --- Messages ---
 
     def encode(self, s: Tensor, slot: int, counter: int) -> Tensor:
-        """The message [worker, neighbor, byte] of s [worker, neighbor, element].
+        """The message [worker, neighbor, byte] of s [worker, neighbor, element], or [worker, 1,
+        element] if it is the same for all neighbors.
 
         Args:
             slot: Index of the ranges.
@@ -144,16 +145,13 @@ class DifferenceCode:
             return self._message
         return self._shards.piece(self._message, self._piece)
 
-    def decode(self, own: Tensor, received: Tensor, slot: int) -> Tensor:
-        """d [worker, neighbor, element] from the messages of both ends.
-
-        In double precision without compiled loops. The next call overwrites theirs.
-        """
+    def decode(self, own: Tensor, received: Tensor, slot: int, out: Tensor) -> Tensor:
+        """Return out ← d [worker, neighbor, element] from the messages of both ends."""
         if self._shards is not None:
             own, received = (self._shards.message(piece, self.size) for piece in (own, received))
         if self._compiled is not None:
-            return self._compiled.decode(own, received, slot)
-        return self._decode(own, received, slot)
+            return self._compiled.decode(own, received, slot, out)
+        return out.copy_(self._decode(own, received, slot))
 
     def _encode(self, s: Tensor, slot: int, counter: int) -> None:
         sizes, step = self._ranges(slot)
@@ -298,7 +296,8 @@ class DifferenceCode:
 
     def _loops(self, library: kernels.Kernels) -> "_Loops":
         edges = self._edges
-        orders = self._order.int(), self._back.int()
+        margin = self._order.new_zeros(16)
+        orders = torch.cat([self._order, margin]).int(), self._back.int()
         signs = self._signs.float()
         arrays = [self._lengths, *orders, signs, edges.sign, edges.absent, edges.key]
         arrays = [array.contiguous() for array in (*arrays, self.state, self._counts)]
@@ -334,7 +333,6 @@ class _Loops:
     ):
         self._code, self._arrays, self._message = code, arrays, message
         self._at = ctypes.addressof(code)
-        self._d = torch.empty(*message.shape[:2], code.elements, dtype=torch.float32)
         self._encode = kernels.function(library, "difference_encode", "pipiiiupi")
         self._decode = kernels.function(library, "difference_decode", "pipppi")
 
@@ -342,15 +340,15 @@ class _Loops:
         assert s.dtype == torch.float32
         assert s.stride(2) == 1
         self._encode(
-            *(self._at, slot, s.data_ptr(), s.stride(0), s.stride(1), s.shape[1], counter),
-            *(self._message.data_ptr(), torch.get_num_threads()),
+            *(self._at, slot, s.data_ptr(), s.stride(0), s.stride(1) * (s.shape[1] > 1)),
+            *(self._message.shape[1], counter, self._message.data_ptr(), torch.get_num_threads()),
         )
 
-    def decode(self, own: Tensor, received: Tensor, slot: int) -> Tensor:
+    def decode(self, own: Tensor, received: Tensor, slot: int, out: Tensor) -> Tensor:
         both = [message.contiguous() for message in (own, received)]  # of shards: with a margin
-        messages = map(kernels.address, both)
-        self._decode(self._at, slot, *messages, self._d.data_ptr(), torch.get_num_threads())
-        return self._d
+        messages = map(kernels.address, (*both, out))
+        self._decode(self._at, slot, *messages, torch.get_num_threads())
+        return out
 
 
 # 2^(i/4 + 1/8)

@@ -78,7 +78,7 @@ class PlainGossip(Stateless):
         own, others, index = rows
         if self._compiled is not None and all(map(_fits, (x, own, others))):
             self._compiled(
-                *(x.data_ptr(), x.stride(0), own.data_ptr(), own.stride(0), len(own)),
+                *(x.data_ptr(), x.stride(0), own.data_ptr(), own.stride(0), own.shape[0]),
                 *(others.data_ptr(), others.stride(0), index.data_ptr(), *index.shape, x.shape[1]),
                 *self._places[t],
                 torch.get_num_threads(),

@@ -22,6 +22,7 @@ from powergossip.algorithms.plain import PlainGossip
 from powergossip.algorithms.sharded_directions import sharded_sides
 from powergossip.compressors import matrices as matrices_of
 from powergossip.network import Conversation, Gather, Message, Network, ToAll, ToEach
+from powergossip.network.rows import Rows, Shared
 from powergossip.parameters import Layout, Stack
 
 
@@ -202,7 +203,8 @@ class PowerGossip:
 
     def messages(self, x: Tensor, iteration: int) -> tuple[Message, ...]:
         """s = Xᵀ p, and in the first iteration of a step the elements that are not compressed."""
-        t, messages = self._t, list[Message]()
+        t = self._t
+        messages: list[Message] = []
         if self._stacks:
             p, counter = self.directions[t], self._counter(t)
             if not self._warm_start:
@@ -216,10 +218,10 @@ class PowerGossip:
             rest = x[:, self.compressed :]
             if self.codes and self.codes[t][2].known(0):
                 rest = self._gathered(rest)
-                each = rest[:, None].expand(-1, self._edges[t].key.shape[1], -1)
-                messages.append(ToEach(self.codes[t][2].encode(each, 0, self._counter(t))))
+                each = self.codes[t][2].encode(rest[:, None], 0, self._counter(t))
+                messages.append(ToEach(each))
             else:
-                messages.append(ToAll(rest))
+                messages.append(ToAll(rest) if self.codes else Shared(rest))
         return tuple(messages)
 
     def update(self, out: Tensor, own: Sequence[Tensor], received: Sequence[Tensor]) -> None:
@@ -231,7 +233,7 @@ class PowerGossip:
             p, d = self.directions[t], self._side(t, 1)
             code, slot = self._code(t)
             if code and code.known(slot):
-                d.unpack(code.decode(own[0], received[0], slot).to(out.dtype))
+                d.unpack(code.decode(own[0], received[0], slot, d.products()))
                 p.update(out, None)
             else:
                 p.update(out, received[0])
@@ -280,16 +282,21 @@ class PowerGossip:
         """Plain gossip on elements that are not compressed, in place if out is rest."""
         code = self.codes[t][2] if self.codes else None
         if code and code.known(0):
-            d = self._own(code.decode(rest, received, 0)).to(out.dtype)
+            d = out.new_empty(*self._edges[t].key.shape, code.elements)
+            d = self._own(code.decode(rest, received, 0, d))
             for span, gossip in self._plain:
                 gossip.add_differences(d[..., span], out[:, span])
             return
-        rest = rest.reshape(out.shape)
+        rest = rest[:, 0] if rest.dim() > out.dim() else rest
         if code:
             code.begin(self._gathered(received - rest[:, None]), 0)
+        in_place = out.data_ptr() == rest.data_ptr()
         for span, gossip in self._plain:
-            own, theirs, result = rest[..., span], received[..., span], out[..., span]
-            if result.data_ptr() == own.data_ptr():
+            own, theirs, result = rest, received, out
+            if len(self._plain) > 1:
+                own, result = rest[:, span], out[:, span]
+                theirs = received.part(span) if isinstance(received, Rows) else received[..., span]
+            if in_place:
                 gossip.mix(own, theirs)
             else:
                 gossip.add_increment(own, theirs, result)

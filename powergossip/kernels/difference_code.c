@@ -29,26 +29,10 @@ static double power(i64 quarters) {
     return ldexp(root[quarters & 3], (int)(quarters >> 2));
 }
 
-/* Up to LANES columns of the matrix, or the block behind it. */
-typedef struct {
-    i64 start, stride; /* of its elements, and of its rows */
-    i64 rows, columns, block;
-} Tile;
-
-static i64 tiles(const Code *c) {
-    const i64 columns = c->elements / ROWS_OF_BLOCK;
-    return (columns + LANES - 1) / LANES + (c->elements % ROWS_OF_BLOCK > 0);
-}
-
-/* The tile to be done as number i. Those with less than LANES columns come first, since they write
-   LANES elements of each row: others overwrite what is too much. */
-static Tile tile_of(const Code *c, i64 i) {
-    const i64 columns = c->elements / ROWS_OF_BLOCK;
-    const i64 first = (i + columns / LANES) % tiles(c) * LANES;
-    if (first < columns)
-        return (Tile){first, columns, ROWS_OF_BLOCK, smaller(LANES, columns - first), first};
-    const i64 full = columns * ROWS_OF_BLOCK;
-    return (Tile){full, 1, c->elements - full, 1, columns};
+/* The first column of the tile of LANES columns to be done as number i. One with less comes first,
+   since it writes LANES elements of each row: others overwrite what is too much. */
+static i64 first_of(i64 i, i64 columns) {
+    return (i + columns / LANES) % ((columns + LANES - 1) / LANES) * LANES;
 }
 
 /* 3^row modulo 2^16: ±3^r are the odd numbers modulo a power of two, each once. */
@@ -59,8 +43,36 @@ static void weights(uint32_t weight[ROWS_OF_BLOCK]) {
 
 static i64 blocks_of(const Code *c) { return (c->elements + ROWS_OF_BLOCK - 1) / ROWS_OF_BLOCK; }
 
+typedef double WideHalf __attribute__((vector_size(4 * LANES)));
+typedef int64_t LongHalf __attribute__((vector_size(4 * LANES)));
+typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
+typedef uint32_t HalfWords __attribute__((vector_size(2 * LANES)));
+
+static inline Half load_half(const float *from) {
+    Half half;
+    memcpy(&half, from, sizeof half);
+    return half;
+}
+
+static inline Words load_words(const uint32_t *from) {
+    Words words;
+    memcpy(&words, from, sizeof words);
+    return words;
+}
+
+/* A loop, since compilers convert vectors of bytes one by one. */
+static inline Words load_bytes(const u8 *from) {
+    uint32_t words[LANES];
+    for (int l = 0; l < LANES; l++) words[l] = from[l];
+    return load_words(words);
+}
+
+static inline void store_bytes(u8 *to, Words words) {
+    for (int l = 0; l < LANES; l++) to[l] = (u8)words[l];
+}
+
 /* z ← 8 H z. H = Hᵀ is a Hadamard matrix of 64, or smaller ones along the diagonal. */
-#define ROTATE(name, Vector)                                                                  \
+#define ROTATE(name, Vector, stride)                                                          \
     static void name(Vector *z, i64 rows) {                                                   \
         for (i64 start = 0, length; start < rows; start += length) {                          \
             const i64 rest = rows - start;                                                    \
@@ -68,40 +80,24 @@ static i64 blocks_of(const Code *c) { return (c->elements + ROWS_OF_BLOCK - 1) /
             for (i64 half = 1; half < length; half *= 4)                                      \
                 for (i64 i = start; i < start + length; i += 4 * half)                        \
                     for (i64 j = i; j < i + half; j++) {                                      \
-                        const Vector a = z[j] + z[j + half], b = z[j] - z[j + half];          \
-                        const Vector c = z[j + 2 * half] + z[j + 3 * half];                   \
-                        const Vector d = z[j + 2 * half] - z[j + 3 * half];                   \
-                        z[j] = a + c;                                                         \
-                        z[j + half] = b + d;                                                  \
-                        z[j + 2 * half] = a - c;                                              \
-                        z[j + 3 * half] = b - d;                                              \
+                        Vector *at = z + j * stride;                                          \
+                        const i64 to = half * stride;                                         \
+                        const Vector a = at[0] + at[to], b = at[0] - at[to];                  \
+                        const Vector c = at[2 * to] + at[3 * to];                             \
+                        const Vector d = at[2 * to] - at[3 * to];                             \
+                        at[0] = a + c;                                                        \
+                        at[to] = b + d;                                                       \
+                        at[2 * to] = a - c;                                                   \
+                        at[3 * to] = b - d;                                                   \
                     }                                                                         \
             const float factor = length == 64 ? 1 : length == 16 ? 2 : length == 4 ? 4 : 8;     \
-            for (i64 i = start; i < start + length && factor > 1; i++) z[i] *= factor;        \
+            for (i64 i = start; i < start + length && factor > 1; i++) z[i * stride] *= factor; \
         }                                                                                     \
     }
-ROTATE(rotate, WideLanes)
-ROTATE(rotate_integers, Lanes) /* below 2^24 */
-
-/* ⌊y + u⌋ modulo 2^32. Beyond 2^50, and for NaN, the ends have different numbers. */
-static inline void round_down(const double *restrict y, const float *restrict u,
-                              uint32_t *restrict k, double scale, double sign, double whole) {
-    const double magic = 0x1.8p52; /* the integer is in the last bits of a sum with it */
-    for (int l = 0; l < LANES; l++) {
-        const double value = y[l] * scale, dither = u[l];
-        const double noise = (sign > 0 ? dither : 1 - dither) * whole;
-        const double exact = fabs(value) < 0x1p50 ? value + dither : noise;
-        const double near = exact + magic;
-        i64 bits;
-        memcpy(&bits, &near, sizeof bits);
-        k[l] = (uint32_t)(bits - (near - magic > exact));
-    }
-}
-
-static inline void store_bytes(u8 *restrict to, const uint32_t *restrict values, int shift,
-                               uint32_t mask) {
-    for (int l = 0; l < LANES; l++) to[l] = (u8)(values[l] >> shift & mask);
-}
+ROTATE(rotate, WideHalf, 2)
+ROTATE(rotate_column, double, 1)
+ROTATE(rotate_integers, Lanes, 1) /* below 2^24 */
+ROTATE(rotate_column_of_integers, float, 1)
 
 typedef struct {
     const Code *code;
@@ -114,52 +110,106 @@ typedef struct {
     float *d;
 } Exchange;
 
+/* What the elements of an edge have in common. */
+typedef struct {
+    const float *u;
+    u8 *low, *high;
+    i64 bits;
+    double scale, sign, whole;
+} Rounding;
+
+/* k = ⌊y + u⌋ modulo 2^32 of half a row, from element e on. Returns y beyond 2^50, and NaN. */
+static inline LongHalf round_down(const Rounding *a, WideHalf y, i64 e, uint32_t *k) {
+    const double magic = 0x1.8p52; /* the integer is in the last bits of a sum with it */
+    const WideHalf u = __builtin_convertvector(load_half(a->u + e), WideHalf);
+    const WideHalf value = y * a->scale, exact = value + u, near = exact + magic;
+    const LongHalf down = (LongHalf)near + (LongHalf)(near - magic > exact);
+    const HalfWords integers = __builtin_convertvector(down, HalfWords);
+    memcpy(k, &integers, sizeof integers);
+    return (LongHalf)(((LongHalf)value & INT64_MAX) >= 0x4310000000000000);
+}
+
+/* The integers of rows of LANES elements. Adds their carries to the total. */
+static void encode_rows(Rounding a, WideHalf (*y)[2], i64 rows, i64 e, i64 stride,
+                        const uint32_t *weight, i64 each, Words *total) {
+    uint32_t k[ROWS_OF_BLOCK][LANES];
+    LongHalf beyond = {0};
+    for (i64 r = 0; r < rows; r++)
+        for (int half = 0; half < 2; half++) {
+            const int l = half * LANES / 2;
+            beyond |= round_down(&a, y[r][half], e + r * stride + l, k[r] + l);
+        }
+    i64 any = 0;
+    for (int l = 0; l < LANES / 2; l++) any |= beyond[l];
+    for (i64 r = 0; r < rows && any; r++) /* there, the ends have different numbers */
+        for (int l = 0; l < LANES; l++) {
+            const double u = a.u[e + r * stride + l];
+            if (!(fabs(y[r][l / (LANES / 2)][l % (LANES / 2)] * a.scale) < 0x1p50))
+                k[r][l] = (uint32_t)((a.sign > 0 ? u : 1 - u) * a.whole);
+        }
+    const uint32_t low = (1u << smaller(a.bits, 8)) - 1, high = (1u << a.bits) - 1;
+    for (i64 r = 0; r < rows; r++) {
+        const Words row = load_words(k[r]);
+        store_bytes(a.low + e + r * stride, row & low);
+        if (a.bits > 8) store_bytes(a.high + e + r * stride, (row & high) >> 8);
+        const Words one = (Words){0} + weight[r], own = each ? load_words(weight + r * LANES) : one;
+        *total += (row >> (uint32_t)a.bits & 65535) * own;
+    }
+}
+
 static void encode_edge(const void *arguments, i64 edge) {
     const Exchange *a = arguments;
     const Code *c = a->code;
     if (c->absent[edge]) return;
     const i64 n = c->elements, blocks = blocks_of(c), first_bits = smaller(c->bits, 8);
+    const i64 columns = n / ROWS_OF_BLOCK, full = columns * ROWS_OF_BLOCK;
     const i64 *state = c->state + (edge * c->slots + a->slot) * (c->parts + 2);
-    const float *s = a->s + edge / a->neighbors * a->worker_stride +
-                     edge % a->neighbors * a->edge_stride;
-    double *restrict z = malloc((size_t)(n + LANES) * 22 + 4 * LANES + (size_t)blocks * 4);
-    double *restrict natural = z + n + LANES;
+    const float *restrict s = a->s + edge / a->neighbors * a->worker_stride +
+                              edge % a->neighbors * a->edge_stride;
+    double *restrict natural = malloc((size_t)(n + LANES) * 14 + (size_t)blocks * 4);
     float *u = (float *)(natural + n + LANES);
     uint32_t *sums = (uint32_t *)(u + n + LANES);
     u8 *low = (u8 *)(sums + blocks), *high = low + n + LANES;
     uniform(u, c->key[edge], a->counter, (i64)c->first, n);
-    memset(z + n, 0, LANES * sizeof *z);
     memset(u + n, 0, LANES * sizeof *u);
 
-    for (i64 part = 0, from = 0; part < c->parts; from += c->length[part++]) {
-        const float *restrict flip = c->flip;
+    const float *restrict flip = c->flip;
+    for (i64 part = 0, e = 0, end = 0; part < c->parts; e = end, part++) {
         const double scale = ldexp(1, (int)-state[part]);
-        const i64 end = from + c->length[part];
-        for (i64 e = from; e < end; e++) natural[e] = s[e] * flip[e] * scale;
+        end += c->length[part];
+        for (; e < end && e + LANES / 2 <= n; e += LANES / 2) { /* also of the next part, for now */
+            const WideHalf half = __builtin_convertvector(load_half(s + e) * load_half(flip + e),
+                                                          WideHalf) * scale;
+            memcpy(natural + e, &half, sizeof half);
+        }
+        for (; e < end; e++) natural[e] = s[e] * flip[e] * scale;
     }
-    const int32_t *restrict order = c->order;
-    for (i64 e = 0; e < n; e++) z[e] = natural[order[e]];
     uint32_t weight[ROWS_OF_BLOCK];
     weights(weight);
-    const double scale = 0.125 / power(state[c->parts]), sign = c->sign[edge];
-    const double whole = ldexp(1, (int)c->bits + 16);
-    const uint32_t first_mask = (1u << first_bits) - 1, mask = (1u << (c->bits - first_bits)) - 1;
-    for (i64 i = 0; i < tiles(c); i++) {
-        const Tile t = tile_of(c, i);
-        WideLanes y[ROWS_OF_BLOCK];
-        for (i64 r = 0; r < t.rows; r++) memcpy(&y[r], z + t.start + r * t.stride, sizeof *y);
-        rotate(y, t.rows);
-        uint32_t total[LANES] = {0}, k[LANES];
-        for (i64 r = 0; r < t.rows; r++) {
-            const i64 e = t.start + r * t.stride;
+    const Rounding rounding = {u, low, high, c->bits, 0.125 / power(state[c->parts]),
+                               c->sign[edge], ldexp(1, (int)c->bits + 16)};
+    const int32_t *restrict order = c->order;
+    WideHalf y[ROWS_OF_BLOCK][2];
+    for (i64 i = 0; i * LANES < columns; i++) {
+        const i64 first = first_of(i, columns);
+        Words total = {0};
+        for (i64 r = 0; r < ROWS_OF_BLOCK; r++) {
             double row[LANES];
-            memcpy(row, &y[r], sizeof row);
-            round_down(row, u + e, k, scale, sign, whole);
-            store_bytes(low + e, k, 0, first_mask);
-            if (mask) store_bytes(high + e, k, 8, mask);
-            for (int l = 0; l < LANES; l++) total[l] += (k[l] >> c->bits & 65535) * weight[r];
+            for (int l = 0; l < LANES; l++) row[l] = natural[order[first + r * columns + l]];
+            memcpy(y[r], row, sizeof row);
         }
-        memcpy(sums + t.block, total, (size_t)t.columns * sizeof *sums);
+        for (int half = 0; half < 2; half++) rotate(&y[0][half], ROWS_OF_BLOCK);
+        encode_rows(rounding, y, ROWS_OF_BLOCK, first, columns, weight, 0, &total);
+        memcpy(sums + first, &total, (size_t)smaller(LANES, columns - first) * sizeof *sums);
+    }
+    if (full < n) {
+        double *column = (double *)memset(y, 0, sizeof y);
+        Words total = {0};
+        for (i64 r = 0; r < n - full; r++) column[r] = natural[order[full + r]];
+        rotate_column(column, n - full);
+        encode_rows(rounding, y, (n - full + LANES - 1) / LANES, full, LANES, weight, 1, &total);
+        sums[columns] = 0;
+        for (int l = 0; l < LANES; l++) sums[columns] += total[l];
     }
     memset(low + n, 0, LANES);
     memset(high + n, 0, LANES);
@@ -172,7 +222,7 @@ static void encode_edge(const void *arguments, i64 edge) {
     }
     for (int shift = 0; shift < 16; shift += 8)
         for (i64 b = 0; b < blocks; b++) *to++ = (u8)(sums[b] >> shift);
-    free(z);
+    free(natural);
 }
 
 /* The integers of a message. Returns its checksums. */
@@ -181,6 +231,8 @@ static const u8 *integers_of(const Code *c, const u8 *message, u8 *low, u8 *high
     unpack(low, message, 0, c->elements, (int)first_bits);
     message += (c->elements * first_bits + 7) / 8;
     if (rest) unpack(high, message, 0, c->elements, (int)rest);
+    memset(low + c->elements, 0, LANES);
+    memset(high + c->elements, 0, LANES);
     return message + (c->elements * rest + 7) / 8;
 }
 
@@ -219,111 +271,117 @@ static void follow(const Code *c, i64 *state, const double *squares, Found found
     state[c->parts + 1] = found.skip ? skips + 1 : 0;
 }
 
-/* k = mod(theirs − own). Adds its carries to the total, and notes integers at the edge. */
-static inline void apart(const u8 *restrict own, const u8 *restrict theirs,
-                         const u8 *restrict own_high, const u8 *restrict their_high, i64 bits,
-                         int32_t *restrict k, int32_t *restrict total, int32_t *restrict edge,
-                         int32_t weight) {
-    const int32_t half = 1 << (bits - 1), mask = (1 << bits) - 1;
-    for (int l = 0; l < LANES; l++) {
-        int32_t difference = theirs[l] - own[l];
-        if (bits > 8) difference += (their_high[l] - own_high[l]) * 256;
-        k[l] = ((difference + half) & mask) - half;
-        total[l] += (int32_t)((uint32_t)((k[l] - difference) >> bits) * (uint32_t)weight);
-        edge[l] |= k[l] == -half; /* ±half is none of them */
-    }
+/* k = mod(theirs − own) of LANES elements. Adds its carries times 2^bits to the total, and notes
+   integers at the edge. */
+static inline LaneMask apart(const u8 *const *low, const u8 *const *high, i64 e, i64 bits,
+                             Words weight, Words *total, LaneMask *edge) {
+    const uint32_t half = 1u << (bits - 1), mask = (1u << bits) - 1;
+    Words difference = load_bytes(low[1] + e) - load_bytes(low[0] + e);
+    if (bits > 8) difference += (load_bytes(high[1] + e) - load_bytes(high[0] + e)) << 8;
+    const Words k = ((difference + half) & mask) - half;
+    *total += (k - difference) * weight;
+    *edge |= (LaneMask)(k == -half); /* ±half is none of them */
+    return (LaneMask)k;
 }
 
 /* The integers of a row, 0 in blocks that are left out. */
-static inline Lanes measure(const int32_t *restrict k, const int32_t *restrict kept,
-                            int32_t *restrict peaks, double *restrict squares) {
-    float row[LANES];
-    int32_t value[LANES];
-    for (int l = 0; l < LANES; l++) value[l] = k[l] & kept[l];
-    for (int l = 0; l < LANES; l++) {
-        const int32_t size = abs(value[l]);
-        peaks[l] = size > peaks[l] ? size : peaks[l];
-    }
-    for (int l = 0; l < LANES; l++) squares[l] += (double)(value[l] * value[l]);
-    for (int l = 0; l < LANES; l++) row[l] = (float)value[l];
-    return load(row);
+static inline Lanes measure(LaneMask k, LaneMask kept, LaneMask *peaks) {
+    const LaneMask value = k & kept, negative = value >> 31, size = (value ^ negative) - negative;
+    const LaneMask more = (LaneMask)(size > *peaks);
+    *peaks = (size & more) | (*peaks & ~more);
+    return __builtin_convertvector(value, Lanes);
+}
+
+/* True if a block's carries are not the difference of both checksums. */
+static inline int differs(const u8 *const *sums, i64 block, i64 blocks, uint32_t carries) {
+    const u8 *own = sums[0] + block, *theirs = sums[1] + block;
+    return ((carries + own[0] - theirs[0] + 256u * (own[blocks] - theirs[blocks])) & 65535) != 0;
 }
 
 static void decode_edge(const void *arguments, i64 edge) {
     const Exchange *a = arguments;
     const Code *c = a->code;
     const i64 n = c->elements, blocks = blocks_of(c), bits = c->bits;
+    const i64 columns = n / ROWS_OF_BLOCK, full = columns * ROWS_OF_BLOCK;
     i64 *state = c->state + (edge * c->slots + a->slot) * (c->parts + 2);
     float *restrict d = a->d + edge * n;
     if (c->absent[edge]) {
         memset(d, 0, (size_t)n * sizeof *d);
         return;
     }
-    double *squares = malloc((size_t)c->parts * sizeof(double) + 12 * (size_t)(n + 2 * LANES));
-    float *restrict integers = (float *)(squares + c->parts), *ordered = integers + n + 2 * LANES;
-    u8 *low[2], *high[2], *memory = (u8 *)(ordered + n + 2 * LANES);
-    const u8 *sums[2], *messages[2] = {a->own, a->received};
+    double *squares = malloc((size_t)c->parts * sizeof(double) + 8 * (size_t)(n + 2 * LANES));
+    float *restrict ordered = (float *)(squares + c->parts);
+    const u8 *low[2], *high[2], *sums[2], *messages[2] = {a->own, a->received};
     for (int end = 0; end < 2; end++) {
-        low[end] = memory + 2 * end * (n + 2 * LANES);
-        high[end] = low[end] + n + 2 * LANES;
-        sums[end] = integers_of(c, messages[end] + edge * c->size, low[end], high[end]);
+        u8 *to = (u8 *)(ordered + n + 2 * LANES) + 2 * end * (n + 2 * LANES);
+        low[end] = to;
+        high[end] = to + n + 2 * LANES;
+        sums[end] = integers_of(c, messages[end] + edge * c->size, to, to + n + 2 * LANES);
     }
     uint32_t weight[ROWS_OF_BLOCK];
     weights(weight);
     Found found = {0};
-    int32_t peaks[LANES] = {0};
-    double all[LANES] = {0};
-    for (i64 i = 0; i < tiles(c); i++) {
-        const Tile t = tile_of(c, i);
+    LaneMask k[ROWS_OF_BLOCK], peaks = {0};
+    for (i64 i = 0; i * LANES < columns; i++) {
+        const i64 first = first_of(i, columns), width = smaller(LANES, columns - first);
         Lanes z[ROWS_OF_BLOCK];
-        int32_t k[ROWS_OF_BLOCK][LANES], total[LANES] = {0}, wrong[LANES] = {0}, kept[LANES] = {0};
-        for (i64 r = 0; r < t.rows; r++) {
-            const i64 e = t.start + r * t.stride;
-            if (bits > 8)
-                apart(low[0] + e, low[1] + e, high[0] + e, high[1] + e, bits, k[r], total, wrong,
-                      (int32_t)weight[r]);
-            else
-                apart(low[0] + e, low[1] + e, low[0], low[1], bits & 15, k[r], total, wrong,
-                      (int32_t)weight[r]);
+        Words total = {0};
+        LaneMask wrong = {0}, kept = {0};
+        for (i64 r = 0; r < ROWS_OF_BLOCK; r++)
+            k[r] = apart(low, high, first + r * columns, bits, (Words){0} + weight[r], &total,
+                         &wrong);
+        for (i64 l = 0; l < width; l++) {
+            const i64 left_out = wrong[l] || differs(sums, first + l, blocks, total[l] >> bits);
+            found.failed += left_out;
+            kept[l] = (int32_t)left_out - 1;
         }
-        for (i64 l = 0; l < t.columns; l++) {
-            for (int end = 0; end < 2; end++) {
-                const u8 *sum = sums[end] + t.block + l;
-                total[l] += (end ? -1 : 1) * (sum[0] + 256 * sum[blocks]);
-            }
-            wrong[l] |= (total[l] & 65535) != 0;
-            found.failed += wrong[l];
-            kept[l] = wrong[l] - 1;
-        }
-        for (i64 r = 0; r < t.rows; r++) z[r] = measure(k[r], kept, peaks, all);
-        rotate_integers(z, t.rows);
-        for (i64 r = 0; r < t.rows; r++) {
-            float *to = ordered + t.start + r * t.stride;
-            if (t.columns == LANES) store(to, z[r]);
-            else memcpy(to, &z[r], (size_t)t.columns * sizeof *to);
-        }
+        for (i64 r = 0; r < ROWS_OF_BLOCK; r++) z[r] = measure(k[r], kept, &peaks);
+        rotate_integers(z, ROWS_OF_BLOCK);
+        for (i64 r = 0; r < ROWS_OF_BLOCK; r++) store(ordered + first + r * columns, z[r]);
     }
-    for (int l = 0; l < LANES; l++) {
-        found.peak = peaks[l] > found.peak ? peaks[l] : found.peak;
-        found.squares += all[l];
+    if (full < n) {
+        float *z = ordered + full;
+        Words total = {0};
+        LaneMask wrong = {0};
+        uint32_t carries = 0;
+        i64 left_out = 0;
+        for (i64 r = 0; r < n - full; r += LANES)
+            k[r / LANES] = apart(low, high, full + r, bits, load_words(weight + r), &total, &wrong);
+        for (int l = 0; l < LANES; l++) {
+            carries += total[l];
+            left_out |= wrong[l];
+        }
+        left_out = left_out || differs(sums, columns, blocks, carries >> bits);
+        found.failed += left_out;
+        const LaneMask kept = (LaneMask){0} + (int32_t)(left_out - 1);
+        for (i64 r = 0; r < n - full; r += LANES)
+            store(z + r, measure(k[r / LANES], kept, &peaks));
+        rotate_column_of_integers(z, n - full);
     }
-    const int32_t *restrict back = c->back;
-    for (i64 e = 0; e < n; e++) integers[e] = ordered[back[e]];
+    for (int l = 0; l < LANES; l++) found.peak = larger_of(found.peak, peaks[l]);
     found.skip = found.failed * 4 > blocks;
     const double step = power(state[c->parts]) / 8;
-    for (i64 part = 0, from = 0; part < c->parts; from += c->length[part++]) {
-        const i64 end = from + c->length[part];
+    const int32_t *restrict back = c->back;
+    const float *restrict flip = c->flip;
+    for (i64 part = 0, e = 0, end = 0; part < c->parts; e = end, part++) {
         const double scale = found.skip ? 0 : step * ldexp(1, (int)state[part]);
-        const float *restrict flip = c->flip;
         double lane[LANES] = {0};
-        i64 e = from;
-        for (; e + LANES <= end; e += LANES)
-            for (int l = 0; l < LANES; l++)
-                lane[l] += (double)integers[e + l] * (double)integers[e + l];
-        for (; e < end; e++) lane[0] += (double)integers[e] * (double)integers[e];
-        squares[part] = 0;
-        for (int l = 0; l < LANES; l++) squares[part] += lane[l];
-        for (e = from; e < end; e++) d[e] = (float)(integers[e] * scale * flip[e]);
+        end += c->length[part];
+        for (; e < end && e + LANES <= n; e += LANES) /* also of the next part, for now */
+            for (int l = 0; l < LANES; l++) {
+                const double integer = ordered[back[e + l]];
+                d[e + l] = (float)(integer * scale * flip[e + l]);
+                lane[l] += e + l < end ? integer * integer : 0;
+            }
+        for (; e < end; e++) {
+            const double integer = ordered[back[e]];
+            d[e] = (float)(integer * scale * flip[e]);
+            lane[0] += integer * integer;
+        }
+        for (int width = LANES / 2; width > 0; width /= 2)
+            for (int l = 0; l < width; l++) lane[l] += lane[l + width];
+        squares[part] = lane[0];
+        found.squares += squares[part] / ROWS_OF_BLOCK; /* a rotation by 8 H */
     }
     follow(c, state, squares, found);
     c->counts[edge] += found.skip ? blocks : found.failed;

@@ -23,6 +23,10 @@ class Rows(NamedTuple):
     others: Tensor  # [row, D]  messages from other processes
     row: Tensor  # int64 [worker, neighbor], contiguous
 
+    def part(self, span: slice) -> "Rows":
+        """A span of the elements."""
+        return Rows(self.own[:, span], self.others[:, span], self.row)
+
     def by_blocks(self) -> Iterator[tuple[slice, Iterator[Tensor]]]:
         """A part of the elements, and copies of it of each slot's messages [worker, element].
 

@@ -143,6 +143,7 @@ def test_weight_decay_is_not_compressed(name: str, nesterov: bool) -> None:
     assert x.detach().norm() < 0.7 * start.norm()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", EVERYTHING)
 def test_clipping_leaves_weight_decay_alone(name: str) -> None:
     """A step with a threshold far below λ‖x‖: gradients are clipped, the decay is not."""

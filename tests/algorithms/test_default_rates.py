@@ -108,6 +108,7 @@ def test_quasi_global_momentum_does_not_diverge(rule: str, compressor: str) -> N
     assert found.holds, found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("rule", "compressor"), [("dpsgd", ""), ("choco", "identity")])
 def test_quasi_global_momentum_does_not_diverge_on_a_directed_graph(
     rule: str, compressor: str
@@ -118,6 +119,7 @@ def test_quasi_global_momentum_does_not_diverge_on_a_directed_graph(
     assert found.holds, found
 
 
+@pytest.mark.long
 def test_copies_and_momentum_limit_a_rate_together_on_a_directed_graph() -> None:
     """With the smaller of both limits, the error is 1e12 after 3000 steps."""
     found = default_rates.learn("gasloc", Case("directed ring 8", "choco", "qsgd", 30), 0.02)

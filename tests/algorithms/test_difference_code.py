@@ -43,7 +43,7 @@ def difference(code: DifferenceCode, network: Network, s: Tensor, counter: int) 
         coded = code.known(0)
         own = code.encode(s, 0, counter) if coded else s.clone()
         received = yield ToEach(own)
-        found.append(code.decode(own, received, 0) if coded else received - own)
+        found.append(code.decode(own, received, 0, s.clone()) if coded else received - own)
         if not coded:
             code.begin(found[0], 0)
 
@@ -79,7 +79,9 @@ def drawn(kind: str, n: int, t: int) -> Tensor:
     return x
 
 
-@pytest.mark.parametrize("bits", [3, 4, 6, 8, 11, 16])
+@pytest.mark.parametrize(
+    "bits", [4, 11, *(pytest.param(bits, marks=pytest.mark.long) for bits in (3, 6, 8, 16))]
+)
 @pytest.mark.parametrize(
     "kind", ["normal", "common", "heavy tails", "one entry", "periodic", "sizes"]
 )
@@ -318,7 +320,7 @@ def test_a_wrong_bit_of_a_checksum_leaves_its_block_out() -> None:
         received, before = own.clone(), int(code.skipped)
         for bit in wrong:
             received[2, 1, -26 + bit // 8] ^= 1 << bit % 8
-        code.decode(own, received, 0)
+        code.decode(own, received, 0, torch.empty(3, 2, 800))
         assert int(code.skipped) - before == {1: 1, 3: 3, 4: 13}[len(wrong)]
 
 

@@ -83,6 +83,7 @@ def test_the_page_of_learning_rules_has_the_pairs_that_are_accepted() -> None:
             assert float(cells[-1]) < 0.05
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "topology"),
     [
@@ -128,6 +129,7 @@ INVARIANTS = {  # rule → (tensor of the state whose mean is that of the other,
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("overlapping", [False, True])
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_quasi_global_momentum_is_stable_up_to_its_largest_rate(

@@ -160,6 +160,7 @@ def test_over_all_reduce_the_fixed_point_is_that_of_fedavg(H: int, mu: float, be
     torch.testing.assert_close(found.x, expected.expand_as(found.x), rtol=0, atol=1e-10)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "beta", "error"),
     [("diloco", 0.0, 1.05), ("diloco", 0.9, 1.05), ("gasloc", 0.9, 1.05), ("noloco", 0.5, 1.43)],
@@ -213,6 +214,7 @@ def test_disagreement_changes_by_the_radius(
     assert float(spreads[1] / spreads[0]) ** (1 / 40) == pytest.approx(radius, rel=0.02)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "beta", "overlapping"),
     [
@@ -272,6 +274,7 @@ def test_a_single_worker_has_no_largest_rate() -> None:
 # --- Gradient correction --------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "H", "mu", "beta", "corrects"),
     [

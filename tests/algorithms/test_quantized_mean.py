@@ -119,6 +119,7 @@ def test_models_that_are_repaired_are_averaged_as_before(
     assert (walk.x[0] - total).norm() < 8 * 2.0**-bits * walk.displacements().norm(dim=1).mean()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("bits", [2, 4])
 @pytest.mark.parametrize("name", ["dpsgd", "diloco", "gasloc", "noloco"])
 def test_quadratics_end_where_all_reduce_ends(name: str, bits: int) -> None:

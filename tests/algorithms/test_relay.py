@@ -115,6 +115,7 @@ class Constant:
         return torch.full_like(direction, self.size)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("topology", TREES)
 def test_the_correction_moves_the_mean_by_the_whole_update(topology: str) -> None:
     """Without it, the mean moves by 1/c."""

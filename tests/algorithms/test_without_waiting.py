@@ -117,6 +117,7 @@ def test_compressed_gradients(name: str, options: dict[str, str]) -> None:
     check(" ".join([name, *options.values()]), on_device)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "averaging"),
     [

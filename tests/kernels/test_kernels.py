@@ -322,6 +322,7 @@ def compiling(forgotten: pytest.MonkeyPatch, tmp_path: Path) -> bytes:
     return content
 
 
+@pytest.mark.long
 @needs_compiler
 def test_a_damaged_library_is_compiled_again(compiling: bytes, tmp_path: Path) -> None:
     assert kernels.compiled() is not None

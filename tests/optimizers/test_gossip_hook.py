@@ -215,6 +215,7 @@ def test_parameters_that_are_not_those_of_a_loaded_state_give_a_warning() -> Non
         run(ddp, optimizer, range(1))
 
 
+@pytest.mark.long
 def test_alone_it_is_ddp_without_a_hook(monkeypatch: pytest.MonkeyPatch) -> None:
     barriers = barriers_of(monkeypatch)
     ddp, optimizer, state = hooked("power-gossip")

@@ -251,6 +251,7 @@ def test_tokens_of_plain_text_and_lines_of_words() -> None:
 SPLITS: list[dict[str, Any]] = [{"decentralized": True}, {"reshuffle": False}, {"seed": 2}]
 
 
+@pytest.mark.long
 def test_topics_load_alike() -> None:
     arguments: Any = {"n_workers": 4, "batch_size": 8, "seed": 1}
     task, again = (tasks.make("LSTM", **arguments) for _ in range(2))
@@ -439,6 +440,7 @@ def test_damaged_texts_and_a_missing_library_are_rejected_by_name(
 # Options.
 
 
+@pytest.mark.long
 def test_options_set_the_sizes_of_models() -> None:
     """The default model of the short text is small."""
 

@@ -99,6 +99,7 @@ def test_blocks_that_start_with_zeros_add_nothing() -> None:
     assert not torch.equal(models.ImageNetResNet18((3, 64, 64), 7).blocks[1](x), x)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("models_of", "name", "before", "after"),
     [

@@ -257,6 +257,7 @@ def test_a_loss_is_the_mean_over_a_batch_and_reaches_all_parameters(
             assert torch.equal(value, before[key])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("split", "n_parts"), [("train", 2), ("test", 7)])
 def test_parts_of_an_evaluation_add_up(
     any_task: tasks.Task, name: str, split: tasks.Split, n_parts: int

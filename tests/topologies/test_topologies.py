@@ -357,6 +357,7 @@ def test_every_connected_graph_averages(graph: nx.Graph) -> None:
     assert all(best <= topology.contraction(rate) + 1e-12 for rate in (0.3, 0.9, 1.0, 1.4))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "n"), [("ring", 2400), ("binary-tree", 2100), ("star", 2050)])
 def test_large_spectra_equal_dense_ones(name: str, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     small = make(name, n // 8)

@@ -104,6 +104,7 @@ def tensors(tree: Any, path: str = "") -> dict[str, Tensor]:
 # --- Every method ---------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("case", "m"), CASES, ids=label)
 def test_methods_go_on_with_another_number_of_workers(
     case: dict[str, Any], m: int, tmp_path: Path
