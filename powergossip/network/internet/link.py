@@ -122,7 +122,7 @@ class Link:
             self.connection.send_datagram(b"")
 
     def close(self, code: int, text: str) -> None:
-        self._end = self._end or text
+        self._end = self._end or text or "closed"
         self.connection.close(code, text.encode()[:200])
         for inbox in self._inboxes.values():
             if not inbox.stream.done():  # nor will it be opened
