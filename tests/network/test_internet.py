@@ -389,6 +389,9 @@ def test_two_machines_train_stop_and_resume(tmp_path: Path) -> None:
     for found in rows:
         of_run = found[found["name"] == "accuracy"].reset_index(drop=True)
         pd.testing.assert_frame_equal(of_run[[*wanted]], kept[[*wanted]], rtol=1e-6)
+    assert all(
+        json.loads((tmp_path / f"run{n}/info.json").read_text())["run"] == name for n in (0, 1)
+    )
     text = record()["ticket"]
     files = (file for file in tmp_path.glob("run*/**/*") if file.is_file())
     assert not any(text.encode() in file.read_bytes() for file in files)
