@@ -129,17 +129,13 @@ class Meeting:
     async def _ask_all(self, keys: Sequence[bytes]) -> tuple[Link, str]:
         """The first answer of one of these machines. The last one may be the first of a new run."""
         asks = [asyncio.ensure_future(self._ask(key, again=len(keys) > 1)) for key in keys]
-        missing = set(asks)
         try:
-            while missing:
-                done, missing = await asyncio.wait(missing, return_when=asyncio.FIRST_COMPLETED)
-                for answered in done:
-                    if not answered.exception():
-                        link, state, definition = answered.result()
-                        self.node.is_away = state == RUNNING
-                        if self.node.is_away and missing:
-                            await asyncio.wait(missing, timeout=_ALL)
-                        return link, definition
+            for answer in asyncio.as_completed(asks):
+                with suppress(PeerLost):
+                    link, state, definition = await answer
+                    self.node.is_away = state == RUNNING
+                    await asyncio.wait(asks, timeout=_ALL if self.node.is_away else 0)
+                    return link, definition
             raise asks[-1].exception() or PeerLost("no answer")
         finally:
             for ask in asks:

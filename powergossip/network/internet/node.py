@@ -391,14 +391,7 @@ class Node:
                     connection.close(STRANGER, b"there is another connection")
                 else:
                     await self._choose(key, connection, stream)
-        except (
-            TimeoutError,
-            self._iroh.IrohError,
-            ValueError,
-            PermissionError,
-            LookupError,
-            PeerLost,
-        ) as error:
+        except (OSError, ValueError, LookupError, self._iroh.IrohError, PeerLost) as error:
             text = _REFUSALS.get(type(error), "no handshake")
             if connection is not None and connection.close_reason() is None:
                 connection.close(STRANGER, text.encode())

@@ -204,16 +204,14 @@ class InternetProcesses(Machines):
             while not work.done():
                 time.sleep(0.01)
                 now = time.monotonic()
-                for process in self.node.wait(self._ahead()):
-                    if now - since.setdefault(process, now) >= max(patience, _AHEAD):
+                for process, link in Machines.links(self).items():
+                    # a message of a step for which this process does not wait
+                    if link.is_ahead(0) and now - since.setdefault(process, now) >= max(
+                        patience, _AHEAD
+                    ):
                         ahead(process)
         for process, theirs in enumerate(work.result()):
             check(process, theirs)
-
-    async def _ahead(self) -> list[int]:
-        """Processes with a message of a step for which this process does not wait."""
-        links = ((process, self.node.known_link(key)) for process, key in enumerate(self.keys))
-        return [process for process, link in links if link is not None and link.is_ahead(0)]
 
     # --- The end ---
 
