@@ -415,6 +415,18 @@ def test_settings_are_checked_before_a_ticket_is_printed(
     assert not list(tmp_path.rglob("*.json"))
 
 
+def test_a_ticket_without_an_answer_is_bad_input(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exit code 2, with the addresses that were tried."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setattr(node, "PATIENCE", 0.5)
+    key = meeting.public(os.urandom(32))
+    ticket = tickets.Ticket("of-tests", key, bytes(32), 2, ("127.0.0.1:9",))
+    with pytest.raises(BadInput, match=r"the first machine: no answer .* tried: 127\.0\.0\.1:9"):
+        join.main([str(ticket)])
+
+
 def test_one_process_of_a_machine_takes_part(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
