@@ -93,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> Path | None:
         print(f"run {name}, defined by the first machine:\n{shown(found)}\n", flush=True)
         for key, value in found.items():
             train.config[key] = value
-        if asked.goes_on:
+        if asked.node.is_away:
             rest = ["resume=auto", *rest]
         options.output_dir = options.output_dir or str(Path("output") / name)
     rest += ["--output-dir", options.output_dir] if options.output_dir else []

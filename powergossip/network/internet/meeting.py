@@ -92,11 +92,6 @@ class Meeting:
             record.ticket, record.port = str(self.ticket), self.node.port
             record.save(ticket.name)
 
-    @property
-    def goes_on(self) -> bool:
-        """True if the run goes on without this machine."""
-        return self.node.is_away
-
     def call(self, patience: float = 0.0) -> None:
         """Ask the other machines for the definition. Raises Unconnected.
 
@@ -173,22 +168,18 @@ class Meeting:
             places = self._known
             if self._link is None:
                 places = self.node.wait(self._meet(definition))
-            elif not self.goes_on:
+            elif not self.node.is_away:
                 places = self.node.wait(self._join(self._link))
         except BaseException:
             self.leave()
             raise
         self._record.places = tickets.words_of(places)
         self._record.save(self.ticket.name)
-
-        def begin() -> None:
-            """From now on, no other machine is let in."""
-            self.node.members, self.node.meets = {key for key, _ in places}, False
-            for place in places:
-                self.node.knows(*place)
-
-        self.node.call(begin)
-        return self.node, [key for key, _ in places]
+        for place in places:
+            self.node.knows(*place)
+        keys = [key for key, _ in places]
+        self.node.members, self.node.meets = set(keys), False  # from now on, no other is let in
+        return self.node, keys
 
     def leave(self) -> None:
         """Take no part."""

@@ -14,7 +14,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Coroutine, Iterable
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar
@@ -79,7 +79,7 @@ class Node:
         definition: Definition of a run that goes on, for machines that come back to it.
         back: Connections of machines that have come back and ask to be admitted. None before the
             machines of the run are connected, and where nobody may come back.
-        is_away: True if this machine has come back and is not ready yet.
+        is_away: True if the run goes on without this machine, which is not ready yet.
         patience: Seconds of silence after which a machine is lost.
         endpoint: The endpoint of iroh.
     """
@@ -143,10 +143,6 @@ class Node:
     def wait(self, work: Coroutine[Any, Any, T], seconds: float | None = None) -> T:
         """The result of a coroutine."""
         return self.start(work).result(seconds)
-
-    def call(self, function: Callable[[], object]) -> None:
-        """Call a function in the thread of this node, before what is started later."""
-        self._loop.call_soon_threadsafe(function)
 
     @property
     def addresses(self) -> tuple[str, ...]:
