@@ -123,7 +123,7 @@ class Meeting:
 
     async def _ask_all(self, keys: Sequence[bytes]) -> tuple[Link, str]:
         """The first answer of one of these machines. The last one may be the first of a new run."""
-        asks = [asyncio.ensure_future(self._ask(key, again=len(keys) > 1)) for key in keys]
+        asks = [asyncio.ensure_future(self._ask(key)) for key in keys]
         try:
             for answer in asyncio.as_completed(asks):
                 with suppress(PeerLost):
@@ -135,13 +135,10 @@ class Meeting:
         finally:
             for ask in asks:
                 ask.cancel()
+            await asyncio.gather(*asks, return_exceptions=True)
 
-    async def _ask(self, key: bytes, again: bool) -> tuple[Link, str, str]:
-        """The answer of a machine: its link, the state of the run, and the definition.
-
-        Args:
-            again: True if the machine may be about to start, too.
-        """
+    async def _ask(self, key: bytes) -> tuple[Link, str, str]:
+        """The answer of a machine: its link, the state of the run, and the definition."""
         until = time.monotonic() + PATIENCE
         while True:
             link = await self.node.link(key, "the first machine")
@@ -150,8 +147,8 @@ class Meeting:
                 state, definition = decoded(await link.receive_any(ANSWER, LIMIT))
                 if isinstance(definition, str) and state in (NEW, RUNNING):
                     return link, state, definition
-            except PeerLost:
-                if not again or time.monotonic() > until:
+            except PeerLost:  # it may begin, too
+                if time.monotonic() > until:
                     raise
             except (ValueError, TypeError) as error:
                 raise PeerLost(f"{link.name} does not speak this protocol ({error})") from error

@@ -198,12 +198,14 @@ class Node:
         Raises PeerLost after 30 s without one.
         """
         dialing, since = asyncio.ensure_future(self._dial(key)), time.monotonic()
-        while (link := self.known_link(key)) is None and not dialing.done():
-            if time.monotonic() - since > PATIENCE:
-                break
-            await asyncio.sleep(_LOOK)
-        why = dialing.exception() if dialing.done() else f"no answer within {PATIENCE:.0f} s"
-        dialing.cancel()
+        try:
+            while (link := self.known_link(key)) is None and not dialing.done():
+                if time.monotonic() - since > PATIENCE:
+                    break
+                await asyncio.sleep(_LOOK)
+            why = dialing.exception() if dialing.done() else f"no answer within {PATIENCE:.0f} s"
+        finally:
+            dialing.cancel()
         if link is None:
             tried = ", ".join(self._places.get(key, ())) or "none"
             name = name or f"machine {key.hex()[:8]}"
