@@ -24,7 +24,12 @@ def iroh() -> Any:
         from iroh import iroh_ffi
     except ImportError as error:
         raise BadInput("a ticket needs the package iroh; install powergossip[internet]") from error
-    builder = iroh_ffi._UniffiRustBufferBuilder
-    if LOOP in inspect.getsource(builder.write):
-        builder.write = write
+    memory = builder(iroh_ffi)
+    if LOOP in inspect.getsource(memory.write):
+        memory.write = write
     return iroh_ffi
+
+
+def builder(module: Any) -> Any:
+    """The class of the binding that fills memory."""
+    return module._UniffiRustBufferBuilder

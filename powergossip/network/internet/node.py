@@ -184,8 +184,10 @@ class Node:
     # --- Calls ---
 
     def knows(self, key: bytes, addresses: Iterable[str]) -> None:
-        """Keep the addresses of a machine."""
-        self._places[key] = tuple(addresses)
+        """Keep addresses at which a machine may be, before those that are known."""
+        with suppress(ValueError):
+            found = list(dict.fromkeys([*addresses, *self._places.get(key, ())]))
+            self._places[key] = addresses_of(found[:MOST])
 
     def known_link(self, key: bytes) -> Link | None:
         """The connection to a machine, if there is one. Machines that meet may replace it."""
@@ -273,14 +275,8 @@ class Node:
         A new connection shows the present address of this machine, after a change of its router.
         """
         async with self._calling(other, _WHERE + key) as (connection, stream):
-            self._find(key, (await stream.recv().read_to_end(_MOST)).decode())
+            self.knows(key, [(await stream.recv().read_to_end(_MOST)).decode()])
             connection.close(STRANGER, b"")
-
-    def _find(self, key: bytes, address: str) -> None:
-        """A machine has been seen at an address."""
-        with suppress(ValueError):
-            found = [address, *self._places.get(key, ())]
-            self.knows(key, addresses_of(dict.fromkeys(found))[:MOST])
 
     async def _answer(self, caller: bytes, connection: Any, stream: Any) -> None:
         """Tell a caller where this machine sees another one, and vice versa."""
@@ -298,7 +294,7 @@ class Node:
             while True:
                 octets = await link.receive_any(PLACES, _MOST)
                 key = octets[: handshake.LENGTH]
-                self._find(key, octets[handshake.LENGTH :].decode(errors="replace"))
+                self.knows(key, [octets[handshake.LENGTH :].decode(errors="replace")])
                 with suppress(TimeoutError, self._iroh.IrohError):
                     await asyncio.wait_for(self._connect(key), _TRY)
 

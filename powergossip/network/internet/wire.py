@@ -17,7 +17,7 @@ from torch import Tensor
 from powergossip.errors import PeerLost
 from powergossip.network.internet.codec import BadMessage, decoded, encoded
 from powergossip.network.internet.link import MEETING, Link
-from powergossip.network.internet.node import PATIENCE, READY
+from powergossip.network.internet.node import PATIENCE, READY, Node
 from powergossip.network.internet.processes import Machines
 from powergossip.network.processes import TOKEN
 from powergossip.network.resilient.heartbeats import Identity
@@ -34,13 +34,13 @@ _PARTING = 3.0  # seconds
 class _Line:
     """The messages to and from a process over one connection."""
 
-    def __init__(self, link: Link):
+    def __init__(self, node: Node, link: Link):
         self.link = link
         self.incoming: deque[np.ndarray] = deque()
         self.is_over = False  # nothing more arrives
         self.heard = -1  # packets
         self.queued = self.sent = self.read = self.taken = 0  # bytes, each of one thread
-        self._work = asyncio.ensure_future(self._receive())
+        self._work = node.start(self._receive())
 
     async def send(self, whole: np.ndarray) -> None:
         with suppress(PeerLost):
@@ -88,15 +88,10 @@ class InternetWire(Wire):
         self._node.patience = max(worker_timeout, PATIENCE)
         self.is_away = self._node.is_away
         self._parted: set[int] = set()
-        self._lines = {process: self._line(link) for process, link in machines.links().items()}
+        links = machines.links().items()
+        self._lines = {process: _Line(self._node, link) for process, link in links}
         self._node.back = {}
         self.lost = set(range(machines.size)) - set(self._lines) - {self.own}
-
-    def _line(self, link: Link) -> _Line:
-        async def line() -> _Line:
-            return _Line(link)
-
-        return self._node.wait(line())
 
     # --- Messages ---
 
@@ -158,7 +153,7 @@ class InternetWire(Wire):
         link = (self._node.back or {}).pop(key, None) or self._node.known_link(key)
         if link is None:
             return
-        self._lines[process] = self._line(link)
+        self._lines[process] = _Line(self._node, link)
         for of in (self.lost, self.ended, self._parted):
             of.discard(process)
 
