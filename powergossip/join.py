@@ -29,17 +29,15 @@ one without a network, does so by itself: for an hour, it looks for the others.
 
 import argparse
 import os
-import re
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
 
-from powergossip import exits, launcher
-from powergossip.errors import BadInput, Dropped, PeerLost, Stopped
+from powergossip import exits
+from powergossip.errors import BadInput, Dropped, Stopped
 from powergossip.runs import configuration
 
 _LONGEST = 3600.0  # seconds for which a machine that was silent looks for the others
@@ -53,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> Path | None:
         sys.exit(0)
     ticket, rest = given[0], given[1:]
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--workers")
+    parser.add_argument("--workers", type=int)
     parser.add_argument("--allow", action="append", default=[])
     parser.add_argument("--output-dir")
     parser.add_argument("--check", action="store_true")
@@ -67,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> Path | None:
     options.own = rest
     rest = [*rest, f"ticket={ticket}"]
     if options.workers is not None:
-        if not re.fullmatch("[0-9]{1,4}", options.workers) or int(options.workers) < 2:
+        if options.workers < 2:
             raise BadInput(f"--workers {options.workers}: use at least 2, one for each machine")
         if any(word.startswith("n_workers=") for word in rest):
             raise BadInput("n_workers: leave it out; --workers is the number of machines")
@@ -79,32 +77,23 @@ def main(arguments: Sequence[str] | None = None) -> Path | None:
         from powergossip.network.internet import check, meeting
         from powergossip.training.definition import settings, shown
     options_of_ticket = meeting.Options.of(_settings(rest).ticket_options)
-    asked, since = None, time.monotonic()
-    while asked is None:
-        try:
-            asked = meeting.ask(ticket, options_of_ticket)
-        except PeerLost:
-            if not options.returns or time.monotonic() - since > _LONGEST:
-                raise
-        if not options.returns:
-            break
-    if options.check or (asked is not None and asked.definition == check.DEFINITION):
-        if asked is not None and asked.definition != check.DEFINITION:
-            asked.leave("it has left")
+    asked, definition = None, None
+    if ticket != "new":
+        patience = _LONGEST if options.returns else 0.0
+        asked = meeting.ask(ticket, options_of_ticket, patience=patience)
+        definition = asked.definition
+    if options.check or definition == check.DEFINITION:
+        if definition not in (None, check.DEFINITION):
             raise BadInput("--check: use it on the first machine, before the run")
         _check(rest)
         return None
-    if asked is not None:
+    if asked is not None and definition is not None:
         name = asked.ticket.name
-        try:
-            found = settings(asked.definition, options.allow)
-        except BadInput:
-            asked.leave("it does not accept the definition")
-            raise
+        found = settings(definition, options.allow)
         print(f"run {name}, defined by the first machine:\n{shown(found)}\n", flush=True)
         for key, value in found.items():
             train.config[key] = value
-        if asked.goes_on:
+        if asked.node.is_away:
             rest = ["resume=auto", *rest]
         options.output_dir = options.output_dir or str(Path("output") / name)
     rest += ["--output-dir", options.output_dir] if options.output_dir else []
@@ -155,13 +144,7 @@ def _settings(arguments: Sequence[str]) -> DictConfig:
 
 def command() -> None:
     """Run as a program; bad input is one sentence, exit code 2."""
-    configuration.run_entry_point(_alone)
-
-
-def _alone(arguments: Sequence[str]) -> Path | None:
-    if launcher.has_started_this():
-        raise BadInput("powergossip-join: start it once on each machine, without mpirun")
-    return main(arguments)
+    configuration.run_entry_point(main)
 
 
 if __name__ == "__main__":

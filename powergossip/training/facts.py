@@ -20,6 +20,7 @@ def environment_facts(network: Network, transport: str) -> dict[str, Any]:
         "threads_per_process": torch.get_num_threads(),
         "device": str(network.device),
         "transport": transport,
+        "run": network.processes.name or None,
         "cuda_aware_mpi": cuda_aware_mpi() if mpi_on_gpu else None,
         "messages_staged_in_host_memory": network.connection.stage,
         "kernels": kernels.name(kernels.load(network)),

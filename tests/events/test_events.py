@@ -155,6 +155,19 @@ def test_an_edge_whose_first_exchange_one_end_skips_begins_again(name):
             assert u.any() == (k > 1)
 
 
+def test_a_part_of_another_shape_is_skipped_and_a_message_too_far_ahead_is_ignored():
+    worker = averaging_clock(start(4, torch.float32)).workers[0]
+    edge, x = worker.edges[1], worker.rule.x.clone()
+    own: Any = edge.own
+    for k in (2, -1):
+        worker.receive(1, Message(k, own.incarnation, own.view, own.part))
+        assert not edge.inbox
+    worker.receive(1, Message(0, own.incarnation, own.view, own.part[:-1]))
+    worker.apply(1)
+    assert (edge.own, edge.k, worker.log[-1]) == (None, 1, ("skip", 1, 0))
+    assert torch.equal(worker.rule.x, x)
+
+
 @pytest.mark.parametrize("name", ["power rank 2", "top-k"])
 def test_the_sum_of_late_exchanges_changes_no_worker(name):
     clock = averaging_clock(start(8, torch.float32), name=name, values=LATE)

@@ -28,10 +28,10 @@ def main() -> None:
     if rank == 0:
         key, secret = os.urandom(32), os.urandom(32)
         new = Ticket("of-tests", meeting.public(key), secret, size, ())
-        host = meeting.Host(new, Record("", key.hex()), options, "")
-        (folder / "draft").write_text(str(host.ticket))
+        first = meeting.Meeting(new, Record("", key.hex()), options)
+        (folder / "draft").write_text(str(first.ticket))
         (folder / "draft").rename(ticket)
-        met = *host.meet(), host.ticket.name
+        met = *first.enter(), first.ticket.name
     else:
         while not ticket.exists():
             time.sleep(0.1)

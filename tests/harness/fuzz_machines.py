@@ -102,7 +102,8 @@ def _check(machine: Machine, code: int, failed: bool) -> None:
     elif code == LOST:
         require("complete with" in text, "a sentence")
     elif code:
-        require(code in (1, Dropped.exit_code), f"exit code {code} is one of those of a loss")
+        alone = code == 2 and "no connection to" in text  # came back after the end
+        require(alone or code in (1, Dropped.exit_code), f"exit code {code} is one of a loss")
         require(bool(re.search("^error: ", text, re.MULTILINE)), "a sentence")
 
 

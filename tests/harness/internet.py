@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from mpi4py import MPI
 
 from powergossip.network.internet import meeting, tickets
+from powergossip.network.internet.meeting import Meeting
 from powergossip.network.internet.processes import InternetProcesses
 from powergossip.network.internet.tickets import Record, Ticket
 
@@ -15,7 +16,9 @@ def prepare(rank: int, keys: list[bytes], secret: bytes) -> tuple[Ticket, Record
     """The ticket and the record of one of several machines, as of a run that has met before."""
     public = [meeting.public(key) for key in keys]
     ticket = Ticket("of-tests", public[0], secret, len(keys), ())
-    record = Record("", keys[rank].hex(), members=[key.hex() for key in public] if not rank else [])
+    record = Record(
+        "", keys[rank].hex(), places=[[key.hex()] for key in public] if not rank else []
+    )
     return ticket, record
 
 
@@ -27,30 +30,26 @@ def under_mpi() -> InternetProcesses:
     ticket, record = prepare(world.rank, keys, secret)
     options = meeting.Options()
     if world.rank == 0:
-        host = meeting.Host(ticket, record, options, "")
-        world.bcast(str(host.ticket))
-        node, members = host.meet()
+        own = Meeting(ticket, record, options)
+        world.bcast(str(own.ticket))
     else:
-        ticket = tickets.read(world.bcast(None))
-        asked = meeting.call(ticket, record, options)
-        assert asked is not None
-        node, members = asked.enter()
-    return InternetProcesses(node, members, ticket.name)
+        own = Meeting(tickets.read(world.bcast(None)), record, options)
+        own.call()
+    return InternetProcesses(*own.enter(), ticket.name)
 
 
 def in_threads(size: int) -> list[InternetProcesses]:
     """As many machines, in threads of this process."""
     keys, secret = [os.urandom(32) for _ in range(size)], bytes(32)
     options = meeting.Options()
-    host = meeting.Host(*prepare(0, keys, secret), options, "the definition")
+    first = Meeting(*prepare(0, keys, secret), options)
 
     def join(rank: int) -> InternetProcesses:
-        if rank == 0:
-            return InternetProcesses(*host.meet(), host.ticket.name)
-        asked = meeting.call(host.ticket, prepare(rank, keys, secret)[1], options)
-        assert asked is not None
-        assert asked.definition == "the definition"
-        return InternetProcesses(*asked.enter(), host.ticket.name)
+        own = first if rank == 0 else Meeting(first.ticket, prepare(rank, keys, secret)[1], options)
+        if rank:
+            own.call()
+            assert own.definition == "the definition"
+        return InternetProcesses(*own.enter("the definition"), first.ticket.name)
 
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(join, range(size)))

@@ -30,6 +30,7 @@ from tests.harness.attacked import SECRET
 
 iroh = pytest.importorskip("iroh.iroh_ffi")
 
+VERSION = struct.pack("<I", handshake.WIRE)
 EVIL = SECRET[::-1].replace(b"s", b"e")  # another secret
 GROWTH = 64  # megabytes
 STREAMS = 100  # that QUIC accepts in each direction before a machine has said another number
@@ -158,8 +159,8 @@ async def replay(victim: Victim) -> None:
     numbers = [b"r" * 32]
     for attacker in (first, second):
         stream = await attacker.connection.open_bi()
-        await stream.send().write_all(numbers[0])
-        numbers.append(await stream.recv().read_exact(32))
+        await stream.send().write_all(VERSION + numbers[0])
+        numbers.append((await stream.recv().read_exact(36))[4:])
         seen = numbers[0] + numbers[1]
         proof = handshake.proof(SECRET, b"dialer", first.key, victim.key, seen)
         await stream.send().write_all(proof)
@@ -169,15 +170,15 @@ async def replay(victim: Victim) -> None:
 
 async def truncated(victim: Victim) -> None:
     stream = await (await Attacker.call(victim)).connection.open_bi()
-    await stream.send().write_all(b"r" * 31)
+    await stream.send().write_all(VERSION + b"r" * 31)
     await stream.send().finish()
     await stream.recv().read_exact(32)
 
 
 async def garbage(victim: Victim) -> None:
     stream = await (await Attacker.call(victim)).connection.open_bi()
-    await stream.send().write_all(os.urandom(2**12))
-    await stream.recv().read_exact(64)
+    await stream.send().write_all(VERSION + os.urandom(2**12))
+    await stream.recv().read_exact(68)
 
 
 async def flood(victim: Victim) -> None:
@@ -374,19 +375,19 @@ def test_members_that_do_not_speak_the_protocol_take_no_place(
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     keys, options = [os.urandom(32) for _ in range(2)], meeting.Options()
     ticket, record = internet.prepare(0, keys, SECRET)
-    record.members = []
-    host = meeting.Host(ticket, record, options, "")
+    record.places = []
+    host = meeting.Meeting(ticket, record, options)
     strange = [Node(SECRET, os.urandom(32), 0) for _ in range(3)]
     with ThreadPoolExecutor() as pool:
-        first = pool.submit(host.meet)
+        first = pool.submit(host.enter)
         for node, sent in zip(strange, (text("[" * 10**5), text("5"), b""), strict=True):
             node.knows(host.ticket.key, host.ticket.addresses)
             link = node.wait(node.link(host.ticket.key))
             if sent:
                 node.wait(link.send(meeting.MEETING, sent))
                 node.wait(link.connection.closed(), 20)
-        joiner = meeting.call(host.ticket, internet.prepare(1, keys, SECRET)[1], options)
-        assert joiner is not None
+        joiner = meeting.Meeting(host.ticket, internet.prepare(1, keys, SECRET)[1], options)
+        joiner.call()
         found = joiner.enter(), first.result(60)
     assert found[0][1] == found[1][1] == [meeting.public(key) for key in keys]
     for node in (*strange, found[0][0], found[1][0]):

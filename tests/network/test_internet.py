@@ -37,7 +37,8 @@ from powergossip.network.internet import (
     tickets,
     wire,
 )
-from powergossip.network.internet.node import Link, Node
+from powergossip.network.internet.link import SILENT, Link
+from powergossip.network.internet.node import Node
 from powergossip.network.internet.processes import InternetProcesses
 from powergossip.network.resilient.failure_detector import DATA
 from tests.harness import internet
@@ -70,11 +71,8 @@ def everywhere(machines: list[Any], action: Callable[..., Any]) -> list[Any]:
 
 
 def test_the_repair_of_the_binding_is_still_needed() -> None:
-    """iroh's binding copies byte by byte. If this fails, internet/binding.py needs none. With it, a
-    copy reads no single byte."""
-    builder = binding.builder(binding.iroh())
-    assert binding.copies_one_by_one(type("Slow", (builder,), {"write": builder.slow_write}))
-    assert not binding.copies_one_by_one(builder)
+    """iroh's binding copies byte by byte. If this fails, internet/binding.py needs none."""
+    assert binding.builder(binding.iroh()).write is binding.write
 
 
 def test_agreements_and_messages_are_those_of_other_transports(machines: Any) -> None:
@@ -206,7 +204,7 @@ def test_messages_survive_the_loss_of_connections(machines: Any) -> None:
             for k in range(6):
                 await asyncio.sleep(0.01 + 0.07 * k)
                 if k % 2 == processes.rank:
-                    link.connection.close(node.SILENT, b"")
+                    link.connection.close(SILENT, b"")
 
         ways = zip(messages, found, strict=True)
         works = [of for tag, into in ways for of in (send(tag), receive(tag, into))]
@@ -275,8 +273,10 @@ def test_strangers_are_rejected_and_the_run_goes_on(
     # A handshake that was right in another connection: the numbers are new, and so are the keys.
     numbers = bytes(64)
     recorded = handshake.proof(secret, b"dialer", all_machines[1].node.key, first.key, numbers)
-    assert "another secret" in wrong.wait(call(wrong, bytes(32), recorded))
-    assert "another secret" in wrong.wait(call(wrong, os.urandom(2**14)))
+    version = handshake.WIRE.to_bytes(4, "little")
+    assert "another secret" in wrong.wait(call(wrong, version, bytes(32), recorded))
+    assert "another secret" in wrong.wait(call(wrong, version, os.urandom(2**14)))
+    assert "another version of this package" in wrong.wait(call(wrong, b"0001", bytes(32)))
     first.members = members
     with pytest.raises(PeerLost, match="the run has all its machines"):
         late.wait(late.link(first.key))
@@ -411,6 +411,9 @@ def test_two_machines_train_stop_and_resume(tmp_path: Path) -> None:
     for found in rows:
         of_run = found[found["name"] == "accuracy"].reset_index(drop=True)
         pd.testing.assert_frame_equal(of_run[[*wanted]], kept[[*wanted]], rtol=1e-6)
+    assert all(
+        json.loads((tmp_path / f"run{n}/info.json").read_text())["run"] == name for n in (0, 1)
+    )
     text = record()["ticket"]
     files = (file for file in tmp_path.glob("run*/**/*") if file.is_file())
     assert not any(text.encode() in file.read_bytes() for file in files)
@@ -432,6 +435,18 @@ def test_settings_are_checked_before_a_ticket_is_printed(
     with pytest.raises(BadInput, match=sentence):
         join.main(["new", *given.split(), "task=Digits"])
     assert not list(tmp_path.rglob("*.json"))
+
+
+def test_a_ticket_without_an_answer_is_bad_input(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exit code 2, with the addresses that were tried."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setattr(node, "PATIENCE", 0.5)
+    key = meeting.public(os.urandom(32))
+    ticket = tickets.Ticket("of-tests", key, bytes(32), 2, ("127.0.0.1:9",))
+    with pytest.raises(BadInput, match=r"the first machine: no answer .* tried: 127\.0\.0\.1:9"):
+        join.main([str(ticket)])
 
 
 def test_one_process_of_a_machine_takes_part(

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ import pytest
 
 from environment.emulated_cluster import Refused
 from tests.harness.launch import ROOT
+from tests.harness.machines import JOIN, Machine
 from tests.harness.namespaces import PUBLIC, Internet
 
 pytest.importorskip("iroh")
@@ -21,6 +23,8 @@ pytestmark = pytest.mark.slow
 
 LANS = "192.168.1", "192.168.2"
 HALTED = 30  # seconds without a sign of life that end a run
+TRAINING = "task_architecture=MLP max_steps_per_epoch=4 batch_size=64 batched_gradients=off"
+TRAINING += " optimizer=choco gossip=asynchronous on_worker_loss=continue worker_timeout=10"
 
 
 @pytest.fixture
@@ -84,6 +88,22 @@ class Run:
                 assert code == 1, said
                 assert len(errors) == 1, said
                 assert any(re.search(sentence, errors[0]) for sentence in sentences), errors
+
+
+class OnHost(Machine):
+    """A program powergossip-join on a host."""
+
+    def __init__(self, net: Internet, home: Path, *arguments: str):
+        self.home, self.folder, self._output = home, home / "run", home / "output"
+        home.mkdir(exist_ok=True)
+        words = sys.executable, str(JOIN), *arguments, "--output-dir", str(self.folder)
+        with self._output.open("a") as output:
+            self.process = subprocess.Popen(
+                net.command(home.name, *words),
+                env={**os.environ, "XDG_STATE_HOME": str(home), "PYTHONPATH": str(ROOT)},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
 
 
 def two_nats(net: Internet, rule: str = "masquerade", second_lan: str = LANS[1]) -> None:
@@ -192,3 +212,22 @@ def test_a_killed_machine_ends_the_others(net: Internet, tmp_path: Path, killed:
     (process,) = re.findall(r"process (\d) has met", said)
     run.processes[killed].kill()
     run.fails(f"the connection to process {process} is lost", "it has ended with exit code 1")
+
+
+def test_a_machine_that_was_killed_behind_a_nat_comes_back(net: Internet, tmp_path: Path) -> None:
+    net.host("first", 1)
+    two_nats(net)
+    new = "new", "--workers", "3", "num_epochs=100000", *TRAINING.split()
+    running = [OnHost(net, tmp_path / "first", *new)]
+    ticket = running[0].ticket()
+    running += [OnHost(net, tmp_path / host, ticket) for host in "ab"]
+    running[0].wait_for_workers(3, 120)
+    running[2].process.kill()
+    running[0].wait_for_workers(2, 120)
+    running[2] = OnHost(net, tmp_path / "b", running[2].name)
+    for machine in running:
+        machine.wait_for_workers(3, 120)
+    assert "it is in the run again" in running[2].output
+    running[1].process.send_signal(signal.SIGTERM)
+    codes = [machine.process.wait(120) for machine in running]
+    assert codes == 3 * [128 + signal.SIGTERM], [machine.output for machine in running]

@@ -6,9 +6,12 @@ Modules::
     codec.py       values as bytes, without pickle
     tickets.py     tickets, and the files of a machine
     handshake.py   the proof that both ends know the ticket's secret
-    node.py        connections to other machines, and messages
+    node.py        connections to other machines: calls, callers, the way through NATs
+    link.py        messages to and from one of them, with a connection that may be replaced
     meeting.py     how machines join a run
     processes.py   the processes of a run, their agreements and messages
+    wire.py        messages between machines that may leave and come back
+    check.py       the speed of all links
 
 What is promised, and to whom:
 
@@ -16,7 +19,7 @@ What is promised, and to whom:
   on, only the keys of these machines are let in. Both ends of a connection prove the secret, with
   fresh random numbers and the keys of the encrypted connection. A recorded handshake is useless.
 - A stranger can slow down that machines join, and nothing else. QUIC refuses callers that do not
-  name a protocol that follows from the secret. Before the proof, a machine reads 96 bytes and takes
+  name a protocol that follows from the secret. Before the proof, a machine reads 68 bytes and takes
   64 kB at most, for ten seconds at most, of 32 callers at the same time, four in each network.
 - Everything that arrives has a length that is known before, or a limit. Memory is reserved as bytes
   arrive. Values are JSON and arrays of numbers: neither code nor paths come over the wire, and

@@ -8,7 +8,7 @@ import torch
 
 from powergossip.formatting import counted, plain
 from powergossip.network.interfaces import interface_towards
-from powergossip.network.internet.node import Link
+from powergossip.network.internet.link import Link
 from powergossip.network.internet.processes import InternetProcesses
 from powergossip.network.speeds import LARGE, Pair, measure, three_digits
 

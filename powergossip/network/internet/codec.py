@@ -2,7 +2,6 @@
 
 import json
 import struct
-from collections.abc import Iterator
 from math import prod
 from typing import Any
 
@@ -15,6 +14,7 @@ _DTYPES = {
     str(np.dtype(kind)): np.dtype(kind)
     for kind in ("?", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8")
 }
+_CONTAINERS: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "dict": dict}
 
 
 class BadMessage(ValueError):
@@ -30,16 +30,38 @@ def encoded(value: Any) -> bytes:
 
 def decoded(octets: bytes) -> Any:
     """The value of these bytes. Raises BadMessage."""
+    rest = memoryview(octets)
+
+    def array(dtype: str, *shape: int) -> np.ndarray:
+        nonlocal rest
+        kind = _DTYPES[dtype]
+        if len(shape) > 32 or any(type(axis) is not int or axis < 0 for axis in shape):
+            raise BadMessage("a shape is wrong")
+        length = prod(shape) * kind.itemsize
+        taken, rest = rest[:length], rest[length:]
+        return np.frombuffer(taken, dtype=kind).reshape(shape).copy()
+
+    def unmarked(tree: dict[str, Any]) -> Any:
+        """A container or an array. The arrays follow each other in the order of their texts."""
+        ((kind, content),) = tree.items()
+        if kind in _CONTAINERS:
+            return _CONTAINERS[kind](content)
+        if kind == "range":
+            return range(*content)
+        if kind == "array":
+            return array(*content)
+        if kind not in ("tensor", "bfloat16"):
+            raise BadMessage(f"{kind!r} is no type")
+        tensor = torch.from_numpy(array(*content))
+        return tensor.view(torch.bfloat16) if kind == "bfloat16" else tensor
+
     try:
         (length,) = _LENGTH.unpack_from(octets)
-        text, rest = octets[_LENGTH.size :][:length], memoryview(octets)[_LENGTH.size + length :]
-        arrays = _Reader(rest)
-        value = _unmarked(json.loads(text), arrays)
-        if len(text) != length or arrays.rest:
+        text, rest = octets[_LENGTH.size :][:length], rest[_LENGTH.size + length :]
+        value = json.loads(text, object_hook=unmarked)
+        if len(text) != length or rest:
             raise BadMessage("the length is wrong")
         return value
-    except BadMessage:
-        raise
     except (
         ValueError,
         TypeError,
@@ -73,43 +95,3 @@ def _marked(value: Any, arrays: list[np.ndarray]) -> Any:
         arrays.append(value)
         return {kind: [str(value.dtype), *value.shape]}
     raise TypeError(f"a {type(value).__name__} is not sent to other machines")
-
-
-class _Reader:
-    """Arrays, one behind the other."""
-
-    def __init__(self, rest: memoryview):
-        self.rest = rest
-
-    def take(self, dtype: str, *shape: int) -> np.ndarray:
-        kind = _DTYPES[dtype]
-        if len(shape) > 32 or any(type(axis) is not int or axis < 0 for axis in shape):
-            raise BadMessage("a shape is wrong")
-        length = prod(shape) * kind.itemsize
-        if length > len(self.rest):
-            raise BadMessage("an array is missing")
-        taken, self.rest = self.rest[:length], self.rest[length:]
-        return np.frombuffer(taken, dtype=kind).reshape(shape).copy()
-
-
-def _unmarked(tree: Any, arrays: _Reader) -> Any:
-    if not isinstance(tree, dict):
-        if isinstance(tree, list):
-            raise BadMessage("a list is not marked")
-        return tree
-    ((kind, content),) = tree.items()
-    if kind in ("array", "tensor", "bfloat16"):
-        array = arrays.take(*content)
-        if kind == "array":
-            return array
-        tensor = torch.from_numpy(array)
-        return tensor.view(torch.bfloat16) if kind == "bfloat16" else tensor
-    if kind == "range":
-        return range(*content)
-    entries: Iterator[Any]
-    if kind == "dict":
-        return {_unmarked(k, arrays): _unmarked(v, arrays) for k, v in content}
-    if kind not in ("list", "tuple", "set"):
-        raise BadMessage(f"{kind!r} is no type")
-    entries = (_unmarked(entry, arrays) for entry in content)
-    return {"list": list, "tuple": tuple, "set": set}[kind](entries)

@@ -17,7 +17,8 @@ from torch import Tensor
 from powergossip.errors import PeerLost
 from powergossip.network import standstill
 from powergossip.network.internet.codec import BadMessage, decoded, encoded
-from powergossip.network.internet.node import MEETING, READY, Link, Node
+from powergossip.network.internet.link import Link
+from powergossip.network.internet.node import Node
 from powergossip.network.processes import (
     TOKEN,
     Pieces,
@@ -55,47 +56,18 @@ class Machines(Processes):
 
     def __init__(self, node: Node, keys: Sequence[bytes], name: str):
         super().__init__()
-        self.node, self.name, self._keys = node, name, keys
+        self.node, self.name, self.keys = node, name, keys
         self.rank, self.size = keys.index(node.key), len(keys)
 
-    def connect_all(self, come_back: Callable[[int, Link, bool], None]) -> dict[int, Link]:
-        """The connections to all processes that can be reached. All processes call it.
-
-        Args:
-            come_back: Function that receives, in the node's thread, the new connection of a process
-                that has left, and whether it asks to be admitted.
-        """
-        found = self._connected()
-
-        def returned(key: bytes, link: Link, asks: bool) -> None:
-            come_back(self._keys.index(key), link, asks)
-
-        self.node.returned = returned
-        return found
-
-    def _connected(self) -> dict[int, Link]:
-        links = {process: self.known_link(process) for process in range(self.size)}
+    def links(self) -> dict[int, Link]:
+        """The connections to all processes that can be reached. All processes call it."""
+        links = {p: self.node.known_link(key) for p, key in enumerate(self.keys)}
         return {process: link for process, link in links.items() if link and not link.is_lost}
-
-    def known_link(self, process: int) -> Link | None:
-        """The connection to a process, if there is one."""
-        return self.node.known_link(self._keys[process])
 
     @property
     def traffic(self) -> tuple[int, int]:
-        links = [link for key in self._keys if (link := self.node.known_link(key)) is not None]
+        links = [*self.node.links.values()]
         return sum(link.payload for link in links), sum(link.sent_bytes for link in links)
-
-    def ask_all(self) -> None:
-        """Ask the others to admit this process."""
-        self.node.is_away = False
-        for link in self._connected().values():
-            with suppress(PeerLost):
-                self.node.wait(link.send(MEETING, encoded(READY)))
-
-    def leave(self) -> None:
-        """Close all connections."""
-        self.node.close("it has ended")
 
 
 class InternetProcesses(Machines):
@@ -111,26 +83,17 @@ class InternetProcesses(Machines):
         atexit.register(self.finalize)
         self._find_local()
 
-    def _connected(self) -> dict[int, Link]:
-        async def links() -> list[Link]:
-            return await asyncio.gather(*(self.link(process) for process in others))
+    def links(self) -> dict[int, Link]:
+        async def connected() -> None:
+            await asyncio.gather(*map(self.link, set(range(self.size)) - {self.rank}))
 
-        others = [process for process in range(self.size) if process != self.rank]
-        found = dict(zip(others, self.node.wait(links()), strict=True))
+        self.node.wait(connected())
         self.gather(None)  # all have all of them
-        return found
+        return super().links()
 
     async def link(self, process: int) -> Link:
         """The connection to a process."""
-        return await self.node.link(self._keys[process], f"process {process}")
-
-    def turn(self, process: int) -> asyncio.Lock:
-        """A lock for those who start messages with a process: they keep their order."""
-        return self._turns.setdefault(-process, asyncio.Lock())
-
-    def _wait(self, work: "Future[T]", others: Iterable[int] | None = None) -> T:
-        with standstill.waiting(self.rank, range(self.size) if others is None else others):
-            return work.result()
+        return await self.node.link(self.keys[process], f"process {process}")
 
     # --- Agreements, over process 0 ---
 
@@ -146,70 +109,85 @@ class InternetProcesses(Machines):
         """Start `gather_arrays`."""
         return self._start(_VALUES, self._gather_arrays(_VALUES, array))
 
+    def wait(self, work: "Future[T]", others: Iterable[int] | None = None) -> T:
+        """The result of work with other processes, by default with all."""
+        if work.done():
+            return work.result()
+        with standstill.waiting(self.rank, range(self.size) if others is None else others):
+            return work.result()
+
     async def _links(self) -> list[Link]:
         """The connections of process 0 to all others."""
         return [await self.link(process) for process in range(1, self.size)]
 
-    async def _gather(self, tag: int, own: bytes) -> list[bytes]:
-        """Values of any length of all processes."""
+    async def _gather(self, own: Any) -> list[Any]:
+        """Values of any length."""
         if self.rank:
             first = await self.link(0)
-            await first.send(tag, own)
-            values = _decoded(first.name, await first.receive_any(tag, _LONGEST * self.size))
-            if type(values) is not list or [*map(type, values)] != [np.ndarray] * self.size:
-                raise PeerLost(f"{first.name} has sent values of another type or number")
-            return [value.tobytes() for value in values]
+            await first.send(_VALUES, encoded(own))
+            return _values(await first.receive_any(_VALUES, _LONGEST * self.size), 0, self.size)
         links = await self._links()
-        received = await asyncio.gather(*(link.receive_any(tag, _LONGEST) for link in links))
-        values = [own, *received]
-        answer = encoded([np.frombuffer(value, np.uint8) for value in values])
-        await asyncio.gather(*(link.send(tag, answer) for link in links))
-        return values
+        received = await asyncio.gather(*(link.receive_any(_VALUES, _LONGEST) for link in links))
+        others = (_values(octets, process) for process, octets in enumerate(received, 1))
+        answer = encoded([own, *others])
+        await asyncio.gather(*(link.send(_VALUES, answer) for link in links))
+        return decoded(answer)
 
     async def _gather_arrays(self, tag: int, array: np.ndarray) -> np.ndarray:
         gathered = np.empty((self.size, *array.shape), dtype=array.dtype)
         gathered[self.rank] = array
         rows = [_view(row) for row in gathered]
-        whole = _view(gathered)
         if self.rank:
-            first = await self.link(0)
-            await first.send(tag, rows[self.rank])
-            await first.receive(tag, whole)
-            return gathered
-        links = await self._links()
-        await asyncio.gather(
-            *(link.receive(tag, row) for link, row in zip(links, rows[1:], strict=True))
-        )
-        await asyncio.gather(*(link.send(tag, whole) for link in links))
+            await (await self.link(0)).send(tag, rows[self.rank])
+        else:
+            links = zip(await self._links(), rows[1:], strict=True)
+            await asyncio.gather(*(link.receive(tag, row) for link, row in links))
+        await self._broadcast(tag, gathered)
         return gathered
 
-    async def _broadcast(self, memory: memoryview) -> None:
+    async def _broadcast(self, tag: int, array: np.ndarray) -> None:
+        memory = _view(array)
         if self.rank:
-            await (await self.link(0)).receive(_VALUES, memory)
+            await (await self.link(0)).receive(tag, memory)
         else:
-            await asyncio.gather(*(link.send(_VALUES, memory) for link in await self._links()))
+            await asyncio.gather(*(link.send(tag, memory) for link in await self._links()))
 
     def gather(self, value: T) -> list[T]:
-        found = self._wait(self._start(_VALUES, self._gather(_VALUES, encoded(value))))
-        return [_decoded(f"process {rank}", octets) for rank, octets in enumerate(found)]
+        return self.wait(self._start(_VALUES, self._gather(value)))
 
     def broadcast(self, value: T) -> T:
         return self.gather(value if self.rank == 0 else None)[0]  # type: ignore[return-value]
 
     def gather_arrays(self, array: np.ndarray) -> np.ndarray:
-        return self._wait(self.start_gathering(array))
+        return self.wait(self.start_gathering(array))
 
     def broadcast_array(self, array: np.ndarray) -> None:
-        self._wait(self._start(_VALUES, self._broadcast(_view(array))))
+        self.wait(self._start(_VALUES, self._broadcast(_VALUES, array)))
 
     def start_max(self, values: np.ndarray) -> Callable[[], np.ndarray]:
         work = self._start(_MAXIMUM, self._gather_arrays(_MAXIMUM, values.copy()))
-        return lambda: np.asarray(self._wait(work).max(0))
+        return lambda: np.asarray(self.wait(work).max(0))
 
     # --- Messages ---
 
     def channel(self, device: torch.device, direct: bool | None = None) -> "InternetChannel":
         return InternetChannel(self, device.type == "cpu")
+
+    async def exchange(self, tag: int, incoming: "_Parts", outgoing: "_Parts") -> None:
+        """All messages concurrently, those with a process in their order."""
+        others = {process for process, _ in (*incoming, *outgoing)}
+        await asyncio.gather(*(self._exchange(tag, incoming, outgoing, of) for of in others))
+
+    async def _exchange(self, tag: int, incoming: "_Parts", outgoing: "_Parts", of: int) -> None:
+        async with self._turns.setdefault(-of, asyncio.Lock()):  # also until there is a connection
+            link = await self.link(of)
+            messages = [
+                asyncio.ensure_future(transfer(tag, memory))
+                for transfer, parts in ((link.receive, incoming), (link.send, outgoing))
+                for process, memory in parts
+                if process == of
+            ]
+        await asyncio.gather(*messages)
 
     def checked_barrier(
         self,
@@ -226,19 +204,14 @@ class InternetProcesses(Machines):
             while not work.done():
                 time.sleep(0.01)
                 now = time.monotonic()
-                for process in self.node.wait(self._ahead()):
-                    if now - since.setdefault(process, now) >= max(patience, _AHEAD):
+                for process, link in Machines.links(self).items():
+                    # a message of a step for which this process does not wait
+                    if link.is_ahead(0) and now - since.setdefault(process, now) >= max(
+                        patience, _AHEAD
+                    ):
                         ahead(process)
         for process, theirs in enumerate(work.result()):
             check(process, theirs)
-
-    async def _ahead(self) -> list[int]:
-        """Processes with a message of a step for which this process does not wait."""
-        return [
-            process
-            for process, key in enumerate(self._keys)
-            if (link := self.node.known_link(key)) is not None and link.is_ahead(0)
-        ]
 
     # --- The end ---
 
@@ -249,13 +222,16 @@ class InternetProcesses(Machines):
             with suppress(PeerLost, TimeoutError):
                 own = np.zeros(1, dtype=np.uint8)
                 self._start(_BARRIER, self._gather_arrays(_BARRIER, own)).result(_PARTING)
-            self.leave()
+            self.node.close()
 
     def end(self, code: int) -> NoReturn:
         self.node.close(f"it has ended with exit code {code}")
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+_Parts = list[tuple[int, memoryview]]  # messages, each with another process
 
 
 def _view(array: np.ndarray) -> memoryview:
@@ -266,11 +242,13 @@ def _memory(octets: Tensor) -> memoryview:
     return memoryview(octets.numpy())  # type: ignore[arg-type]  # NumPy's stubs know no Buffer
 
 
-def _decoded(name: str, octets: bytes) -> Any:
-    try:
-        return decoded(octets)
-    except BadMessage as error:
-        raise PeerLost(f"{name} has sent what is no message ({error})") from None
+def _values(octets: bytes, process: int, number: int | None = None) -> Any:
+    """What a process has sent: a value, or a list of as many."""
+    with suppress(BadMessage):
+        found = decoded(octets)
+        if number is None or (type(found) is list and len(found) == number):
+            return found
+    raise PeerLost(f"process {process} has sent what is no message")
 
 
 class InternetChannel:
@@ -285,68 +263,45 @@ class InternetChannel:
     def requests(
         self, incoming: Pieces, outgoing: Pieces, tag: int = 0, once: bool = False
     ) -> Requests:
-        return _Messages(self._processes, incoming, outgoing, tag)
-
-    def all_reduce(self, tensor: Tensor) -> Requests:
-        return _AllReduce(self._processes, tensor)
-
-
-class _Messages:
-    """Messages from and to other processes."""
-
-    def __init__(self, processes: InternetProcesses, incoming: Pieces, outgoing: Pieces, tag: int):
-        self._processes, self._tag = processes, tag
-        self._incoming, self._outgoing = (
+        both = [
             [(process, _memory(part)) for process, rows in pieces for part in in_parts(rows)]
             for pieces in (incoming, outgoing)
+        ]
+        processes, others = self._processes, {process for parts in both for process, _ in parts}
+        return _Work(
+            processes, others, lambda: processes.node.start(processes.exchange(tag, *both))
         )
-        self._others = {process for process, _ in (*self._incoming, *self._outgoing)}
+
+    def all_reduce(self, tensor: Tensor) -> Requests:
+        """The sum over the processes, by process 0."""
+        octets = tensor.detach().view(-1).view(torch.uint8).numpy()
+
+        def add(gathered: np.ndarray) -> None:
+            terms = torch.from_numpy(gathered).view(tensor.dtype)
+            torch.sum(terms.view(-1, *tensor.shape), 0, out=tensor)
+
+        processes = self._processes
+        return _Work(processes, None, lambda: processes.start_gathering(octets), add)
+
+
+class _Work:
+    """Work with other processes, or all, that is begun again for each step, and ended."""
+
+    def __init__(
+        self,
+        processes: InternetProcesses,
+        others: Iterable[int] | None,
+        begin: Callable[[], "Future[Any]"],
+        end: Callable[[Any], None] = lambda found: None,
+    ):
+        self._processes, self._others = processes, others
+        self._begin, self._end = begin, end
 
     def start(self) -> None:
-        self._work = self._processes.node.start(self._exchange())
-
-    async def _exchange(self) -> None:
-        """All messages concurrently, those with a process in their order."""
-        await asyncio.gather(*(self._exchange_with(process) for process in self._others))
-
-    async def _exchange_with(self, process: int) -> None:
-        async with self._processes.turn(process):  # also while the connection is made
-            link = await self._processes.link(process)
-            messages = [
-                asyncio.ensure_future(transfer(self._tag, memory))
-                for transfer, pieces in (
-                    (link.receive, self._incoming),
-                    (link.send, self._outgoing),
-                )
-                for other, memory in pieces
-                if other == process
-            ]
-        await asyncio.gather(*messages)
+        self._work = self._begin()
 
     def test(self) -> bool:
         return self._work.done()
 
     def wait(self) -> None:
-        if self._work.done():
-            self._work.result()
-            return
-        with standstill.waiting(self._processes.rank, self._others):
-            self._work.result()
-
-
-class _AllReduce:
-    """The sum over the processes, by process 0."""
-
-    def __init__(self, processes: InternetProcesses, tensor: Tensor):
-        self._processes, self._tensor = processes, tensor
-
-    def start(self) -> None:
-        octets = self._tensor.detach().view(-1).view(torch.uint8).numpy()
-        self._work = self._processes.start_gathering(octets)
-
-    def test(self) -> bool:
-        return self._work.done()
-
-    def wait(self) -> None:
-        terms = torch.from_numpy(self._work.result()).view(self._tensor.dtype)
-        torch.sum(terms.view(-1, *self._tensor.shape), 0, out=self._tensor)
+        self._end(self._processes.wait(self._work, self._others))

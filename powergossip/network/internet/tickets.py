@@ -14,7 +14,8 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -100,6 +101,15 @@ def addresses_of(values: Iterable[Any]) -> tuple[str, ...]:
     return tuple(found)
 
 
+def places_of(values: Any) -> list[Place]:
+    """Keys and addresses of machines from lists of words. Raises ValueError or TypeError."""
+    return [(bytes.fromhex(key), addresses_of(where)) for key, *where in values]
+
+
+def words_of(places: Iterable[Place]) -> list[list[str]]:
+    return [[key.hex(), *addresses] for key, addresses in places]
+
+
 @dataclass
 class Record:
     """A run that this machine takes part in.
@@ -108,39 +118,21 @@ class Record:
         ticket: The text of the ticket.
         key: Secret key of this machine, in hexadecimal digits.
         port: UDP port of this machine.
-        members: Public keys by process, once the run has its machines.
-        addresses: Addresses by process.
+        places: Key and addresses of each machine by process, once the run has its machines.
     """
 
     ticket: str
     key: str
     port: int = 0
-    members: list[str] = field(default_factory=list)
-    addresses: list[list[str]] = field(default_factory=list)
-
-    @property
-    def places(self) -> list[Place]:
-        """The keys and addresses of the machines, as far as they are known."""
-        keys = map(bytes.fromhex, self.members)
-        where = [*self.addresses, *([] for _ in self.members)]
-        return [(key, tuple(of)) for key, of in zip(keys, where, strict=False)]
-
-    def save_places(self, name: str, places: Sequence[Place]) -> None:
-        self.members = [key.hex() for key, _ in places]
-        self.addresses = [list(addresses) for _, addresses in places]
-        self.save(name)
+    places: list[list[str]] = field(default_factory=list)
 
     def save(self, name: str) -> None:
         """Write the file, readable by its owner only. Raises BadInput."""
-        path = _file(name)
-        try:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            draft, name = tempfile.mkstemp(prefix=f"{path.stem}.", dir=path.parent)  # mode 0600
+        with _folder(name) as path:
+            draft, own = tempfile.mkstemp(prefix=f"{path.stem}.", dir=path.parent)  # mode 0600
             with open(draft, "w") as file:
                 json.dump(asdict(self), file)
-            os.replace(name, path)
-        except OSError as error:
-            raise BadInput(f"the ticket cannot be saved: {reason(error)}") from error
+            os.replace(own, path)
 
 
 def saved(name: str) -> Record | None:
@@ -149,7 +141,7 @@ def saved(name: str) -> Record | None:
     try:
         found = Record(**json.loads(path.read_text()))
         read(found.ticket)
-        bytes.fromhex(found.key)
+        bytes.fromhex(found.key), places_of(found.places)
         return found
     except FileNotFoundError:
         return None
@@ -159,17 +151,25 @@ def saved(name: str) -> Record | None:
 
 def hold(name: str) -> None:
     """Take part in a run until this process ends. Raises BadInput if another one does."""
-    path = _file(name).with_suffix(".lock")
+    with _folder(name) as path:
+        if path not in _held:
+            _held[path] = open(path.with_suffix(".lock"), "w")  # noqa: SIM115 closed with the process
+        try:
+            fcntl.lockf(_held[path], fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise BadInput(
+                f"{name}: another process of this machine takes part in it; end that one first, or "
+                "set XDG_STATE_HOME to a folder of its own for this one"
+            ) from error
+
+
+@contextmanager
+def _folder(name: str) -> Iterator[Path]:
+    """The file of a run in a folder that exists. Raises BadInput if nothing can be written."""
+    path = _file(name)
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if path not in _held:
-            _held[path] = open(path, "w")  # noqa: SIM115 closed with the process
-        fcntl.lockf(_held[path], fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise BadInput(
-            f"{name}: another process of this machine takes part in it; end that one first, or set "
-            "XDG_STATE_HOME to a folder of its own for this one"
-        ) from error
+        yield path
     except OSError as error:
         raise BadInput(f"the ticket cannot be saved: {reason(error)}") from error
 

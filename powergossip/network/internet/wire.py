@@ -16,7 +16,8 @@ from torch import Tensor
 
 from powergossip.errors import PeerLost
 from powergossip.network.internet.codec import BadMessage, decoded, encoded
-from powergossip.network.internet.node import PATIENCE, Link
+from powergossip.network.internet.link import MEETING, Link
+from powergossip.network.internet.node import PATIENCE, READY, Node
 from powergossip.network.internet.processes import Machines
 from powergossip.network.processes import TOKEN
 from powergossip.network.resilient.heartbeats import Identity
@@ -33,54 +34,36 @@ _PARTING = 3.0  # seconds
 class _Line:
     """The messages to and from a process over one connection."""
 
-    def __init__(self, link: Link):
+    def __init__(self, node: Node, link: Link):
         self.link = link
-        self.outgoing: deque[np.ndarray] = deque()
         self.incoming: deque[np.ndarray] = deque()
         self.is_over = False  # nothing more arrives
         self.heard = -1  # packets
         self.queued = self.sent = self.read = self.taken = 0  # bytes, each of one thread
-        self._more = asyncio.Event()
-        self._work = asyncio.ensure_future(self._run())
+        self._work = node.start(self._receive())
 
-    async def _run(self) -> None:
+    async def send(self, whole: np.ndarray) -> None:
         with suppress(PeerLost):
-            await asyncio.gather(self._send(), self._receive())
-        self.is_over = True
-
-    async def _send(self) -> None:
-        while True:
-            while self.outgoing:
-                await self.link.send(_TAG, memoryview(self.outgoing[0].data))
-                self.sent += len(self.outgoing.popleft())
-            self._more.clear()
-            await self._more.wait()
+            await self.link.send(_TAG, memoryview(whole.data))
+        self.sent += len(whole)
 
     async def _receive(self) -> None:
-        while True:
-            octets = await self.link.receive_any(_TAG, _LONGEST)
-            whole = np.frombuffer(bytearray(octets), np.uint8)
-            if len(whole) < HEADER.size:
-                raise self.link.misbehaved("a message is too short")
-            self.incoming.append(whole)
-            self.read += len(whole)
-            while self.read - self.taken > _HELD:  # meanwhile QUIC's window stops the sender
-                await asyncio.sleep(0.01)
+        with suppress(PeerLost):
+            while True:
+                octets = await self.link.receive_any(_TAG, _LONGEST)
+                whole = np.frombuffer(bytearray(octets), np.uint8)
+                if len(whole) < HEADER.size:
+                    raise self.link.misbehaved("a message is too short")
+                self.incoming.append(whole)
+                self.read += len(whole)
+                while self.read - self.taken > _HELD:  # meanwhile QUIC's window stops the sender
+                    await asyncio.sleep(0.01)
+        self.is_over = True
 
     def take(self) -> np.ndarray:
         whole = self.incoming.popleft()
         self.taken += len(whole)
         return whole
-
-    def put(self, whole: np.ndarray) -> None:
-        self.queued += len(whole)
-        self.outgoing.append(whole)
-
-    def wake(self) -> None:
-        self._more.set()
-
-    def end(self) -> None:
-        self._work.cancel()
 
 
 class InternetWire(Wire):
@@ -101,25 +84,21 @@ class InternetWire(Wire):
 
     def __init__(self, machines: Machines, worker_timeout: float):
         super().__init__(machines.rank)
-        machines.node.patience = max(worker_timeout, PATIENCE)
-        self._machines, self._node, self.is_away = machines, machines.node, machines.node.is_away
-        self._lines: dict[int, _Line] = {}
-        self._asking: dict[int, Link] = {}
+        self._machines, self._node, self._keys = machines, machines.node, machines.keys
+        self._node.patience = max(worker_timeout, PATIENCE)
+        self.is_away = self._node.is_away
         self._parted: set[int] = set()
-        links = machines.connect_all(self._come_back)
-        self._lines = {
-            process: self._node.wait(self._line(link)) for process, link in links.items()
-        }
+        links = machines.links().items()
+        self._lines = {process: _Line(self._node, link) for process, link in links}
+        self._node.back = {}
         self.lost = set(range(machines.size)) - set(self._lines) - {self.own}
-
-    async def _line(self, link: Link) -> _Line:
-        return _Line(link)
 
     # --- Messages ---
 
     @property
     def pending(self) -> int:
-        return sum(len(self._lines[p].outgoing) for p in set(self._lines) - self.lost)
+        lines = [line for process, line in self._lines.items() if process not in self.lost]
+        return sum(line.queued > line.sent for line in lines)
 
     def send(
         self, process: int, kind: int, i: int = 0, j: int = 0, k: int = 0, payload: Payload = b""
@@ -130,8 +109,9 @@ class InternetWire(Wire):
         if line.queued - line.sent > _WAITING:
             self.remove(process)
             return
-        line.put(framed(kind, i, j, k, payload))
-        self._node.call(line.wake)
+        whole = framed(kind, i, j, k, payload)
+        line.queued += len(whole)
+        self._node.start(line.send(whole))
 
     def receive(self) -> list[Envelope]:
         arrived = []
@@ -164,29 +144,24 @@ class InternetWire(Wire):
 
     # --- Processes that come back ---
 
-    def _come_back(self, process: int, link: Link, asks: bool) -> None:
-        """In the node's thread: a process has another connection. Its former self has ended."""
-        line = self._lines.get(process)
-        if line is not None and line.link is not link:
-            line.is_over = True
-        if asks:
-            self._asking[process] = link
-
     def returning(self) -> set[int]:
-        return {process for process, link in list(self._asking.items()) if not link.is_lost}
+        links = list((self._node.back or {}).items())
+        return {self._keys.index(key) for key, link in links if not link.is_lost}
 
     def admit(self, process: int) -> None:
-        link = self._asking.pop(process, None) or self._machines.known_link(process)
+        key = self._keys[process]
+        link = (self._node.back or {}).pop(key, None) or self._node.known_link(key)
         if link is None:
             return
-        if process in self._lines:
-            self._node.call(self._lines[process].end)
-        self._lines[process] = self._node.wait(self._line(link))
+        self._lines[process] = _Line(self._node, link)
         for of in (self.lost, self.ended, self._parted):
             of.discard(process)
 
     def ask(self) -> None:
-        self._machines.ask_all()
+        self._node.is_away = False
+        for link in self._machines.links().values():
+            with suppress(PeerLost):
+                self._node.wait(link.send(MEETING, encoded(READY)))
 
     # --- Signs of life ---
 
@@ -216,7 +191,7 @@ class InternetWire(Wire):
 
     def close(self) -> None:
         """End this process' part in the run."""
-        self._machines.leave()
+        self._node.close()
 
 
 def identities_of(machines: Machines) -> dict[int, Identity]:

@@ -103,9 +103,9 @@ class LiveProcesses(Processes):
 
     can_be_lost = True
 
-    def __init__(self, peers: Peers):
+    def __init__(self, peers: Peers, name: str = ""):
         super().__init__()
-        self._peers = peers
+        self._peers, self.name = peers, name
         self.transport, self.has_own_files = peers.wire.transport, peers.wire.has_own_files
         self.calls = 0
         self._early: dict[int, list[tuple[int, int, Tensor]]] = {}  # by gathering

@@ -66,13 +66,13 @@ class Links:
 
             identities = identities_of(communicator)
             wire = liveness = InternetWire(communicator, worker_timeout)
-            away = wire.is_away
+            away, name = wire.is_away, communicator.name
         else:
-            identities, away = exchange_identities(communicator), False
+            identities, away, name = exchange_identities(communicator), False, ""
             wire = MPIWire(communicator, longest)
             liveness = Liveness(communicator, wire.own, identities, worker_timeout)
         self._peers = Peers(wire, liveness, identities, worker_timeout, away)
-        self.group = LiveProcesses(self._peers)
+        self.group = LiveProcesses(self._peers, name)
         self.process, self.homes = wire.own, dict(enumerate(homes))
         self.workers = sorted(w for w, home in self.homes.items() if home == self.process)
         self._reported: set[int] = set()
