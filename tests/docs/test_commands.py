@@ -157,7 +157,7 @@ def started(*kinds: str) -> dict[tuple[str, str], list[Words]]:
 
 def test_commands_are_found_in_every_kind_of_file() -> None:
     """Their number in each kind, at least. Reasons are for commands that exist."""
-    for suffix, least in ((".md", 100), (".py", 80), (".yaml", 8), (".sbatch", 3), ("", 4)):
+    for suffix, least in ((".md", 100), (".py", 80), (".yaml", 8), (".sbatch", 2), ("", 4)):
         names = [name for name in collected() if Path(name).suffix == suffix]
         assert sum(len(collected()[name]) for name in names) >= least, suffix
     every = {word for listed in collected().values() for words in listed for word in words}
