@@ -89,7 +89,11 @@ def main(arguments: Sequence[str] | None = None) -> Path | None:
         return None
     if asked is not None and definition is not None:
         name = asked.ticket.name
-        found = settings(definition, options.allow)
+        try:
+            found = settings(definition, options.allow)
+        except BadInput:
+            asked.leave()
+            raise
         print(f"run {name}, defined by the first machine:\n{shown(found)}\n", flush=True)
         for key, value in found.items():
             train.config[key] = value

@@ -37,7 +37,8 @@ from powergossip.network.internet import (
     tickets,
     wire,
 )
-from powergossip.network.internet.link import SILENT, Link
+from powergossip.network.internet.link import SILENCE, SILENT, Link
+from powergossip.network.internet.meeting import Meeting
 from powergossip.network.internet.node import Node
 from powergossip.network.internet.processes import InternetProcesses
 from powergossip.network.resilient.failure_detector import DATA
@@ -517,14 +518,18 @@ def test_a_new_connection_has_all_tags_and_the_bytes_of_the_former_one_count(mac
         assert second.node.wait(receive(), 60) == {bytes(1000)}
         sent += 1000 * len(tags)
         assert first.traffic[1] > sent
-        first.node.wait(first.link(1)).connection.close(node.SILENT, b"")
+        first.node.wait(first.link(1)).connection.close(SILENT, b"")
+
+
+async def silenced(link: Link) -> None:
+    link.close(SILENT, SILENCE)
 
 
 def test_a_machine_that_was_silent_for_too_long_is_told_so(machines: Any) -> None:
     """The others have gone on without it: its connection does not."""
     first, second = machines(2)
     link = first.node.wait(first.link(1))
-    first.node.call(lambda: link.close(node.SILENT, node.SILENCE))
+    first.node.wait(silenced(link))
     with pytest.raises(PeerLost, match=r"process 0 is lost .*for too long"):
         second.gather(None)
 
@@ -579,10 +584,11 @@ class Echo:
         return taken
 
 
-@pytest.mark.parametrize(("end", "before"), [(handshake.dial, 0), (handshake.accept, 32)])
+@pytest.mark.parametrize(("end", "before"), [(handshake.dial, 0), (handshake.accept, 1)])
 def test_a_proof_that_comes_back_is_none(end: Any, before: int) -> None:
     with pytest.raises(handshake.WrongSecret):
-        asyncio.run(end(Echo(bytes(before)), b"s" * 32, b"a" * 32, b"a" * 32))
+        version = handshake.WIRE.to_bytes(4, "little")
+        asyncio.run(end(Echo((version + bytes(32)) * before), b"s" * 32, b"a" * 32, b"a" * 32))
 
 
 def test_a_proof_is_of_its_secret_end_keys_and_numbers() -> None:
@@ -616,9 +622,16 @@ def test_the_first_machine_waits_for_those_that_are_ready(
     record = tickets.Record("", key.hex())
     ticket = tickets.Ticket("run-c", meeting.public(key), secret, 2, ())
 
-    def start(ticket: tickets.Ticket) -> tuple[meeting.Host, "Future[Any]"]:
-        host = meeting.Host(ticket, record, options, definition)
-        return host, in_background(host.meet)
+    def start(ticket: tickets.Ticket) -> tuple[Meeting, "Future[Any]"]:
+        first = Meeting(ticket, record, options)
+        return first, in_background(lambda: first.enter(definition))
+
+    def call() -> Meeting:
+        own = tickets.saved("run-c")
+        assert own is not None
+        asked = Meeting(host.ticket, own, options)
+        asked.call()
+        return asked
 
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "first"))
     host, met = start(ticket)
@@ -628,14 +641,9 @@ def test_the_first_machine_waits_for_those_that_are_ready(
         meeting.connect(text, 2, options, definition.replace("}", ', "num_epochs": 3}'))
     with pytest.raises(BadInput, match="allow it with --allow VALUE"):
         join.main([text])
-    own = tickets.saved("run-c")
-    assert own is not None
-    asked = meeting.call(host.ticket, own, options)
-    assert asked is not None
-    asked.leave("it has only looked")
-    asked = meeting.call(host.ticket, own, options)
-    assert asked is not None
-    keys = [ticket.key, meeting.public(bytes.fromhex(own.key))]
+    call().leave()
+    asked = call()
+    keys = [ticket.key, asked.node.key]
     for node_of, found in (asked.enter(), met.result(60)):
         assert found == keys
         node_of.close("")
@@ -645,9 +653,7 @@ def test_the_first_machine_waits_for_those_that_are_ready(
     stranger.knows(ticket.key, host.ticket.addresses)
     with pytest.raises(PeerLost, match="the run has all its machines"):
         stranger.wait(stranger.link(ticket.key))
-    asked = meeting.call(host.ticket, own, options)
-    assert asked is not None
-    for node_of, found in (asked.enter(), met.result(60)):
+    for node_of, found in (call().enter(), met.result(60)):
         assert found == keys
         node_of.close("")
     stranger.close("")
@@ -701,8 +707,7 @@ def test_a_silent_machine_may_live_and_one_that_says_its_end_does_not(machines: 
     """Else both sides of a network that fails would go on."""
     met = machines(3)
     first, *_ = everywhere(met, lambda own: wire.InternetWire(own, 20))
-    link = met[0].known_link(1)
-    met[0].node.call(lambda: link.close(node.SILENT, node.SILENCE))
+    met[0].node.wait(silenced(met[0].links[1]))
     met[2].node.close("it has ended")
 
     def has_ended() -> bool:
@@ -738,20 +743,20 @@ def test_a_place_is_free_again_and_workers_stay_where_they_were(
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     keys, options, said = [os.urandom(32) for _ in range(4)], meeting.Options(), [""]
     ticket, record = internet.prepare(0, keys[:3], bytes(32))
-    record.members = []
+    record.places = []
 
     def here(number: int) -> bool:
         said[0] += capsys.readouterr().out
         return f"{number} of 3 machines are here" in said[0]
 
-    def call(rank: int) -> meeting.Asked:
-        asked = meeting.call(host.ticket, internet.prepare(rank, keys, bytes(32))[1], options)
-        assert asked is not None
+    def call(rank: int) -> Meeting:
+        asked = Meeting(host.ticket, internet.prepare(rank, keys, bytes(32))[1], options)
+        asked.call()
         return asked
 
     for order in ((3, 1, 2), (2, 1)):
-        host = meeting.Host(ticket, record, options, "")
-        working = [in_background(host.meet)]
+        host = Meeting(ticket, record, options)
+        working = [in_background(host.enter)]
         for rank in order:
             asked = call(rank)
             work = in_background(asked.enter)
@@ -759,7 +764,7 @@ def test_a_place_is_free_again_and_workers_stay_where_they_were(
                 wait_until(lambda: here(2), 20)
                 said[0] = ""
             if rank == 3:
-                asked.leave("it has left")
+                asked.leave()
                 wait_until(lambda: here(1), 20)
             else:
                 working.append(work)
