@@ -538,8 +538,12 @@ def test_exchanges_by_edges_end_when_all_have_read(machines: Any) -> None:
         ending = pool.submit(first.part)
         time.sleep(0.2)
         arrived: list[Any] = []
-        while not arrived:
-            arrived += second.receive()
+
+        def has_arrived() -> bool:
+            arrived.extend(second.receive())
+            return len(arrived) > 0
+
+        wait_until(has_arrived, 20)
         second.part()
         ending.result(60)
     assert [message.payload.sum() for message in arrived] == [2**23]
