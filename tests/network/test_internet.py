@@ -85,6 +85,7 @@ def test_agreements_and_messages_are_those_of_other_transports(machines: Any) ->
         rank, size = processes.rank, processes.size
         values = processes.gather((rank, {"a": None, 2: [1.5, float("inf")]}, np.arange(rank)))
         rows = processes.gather_arrays(np.full((2, 3), rank))
+        time.sleep(0.2 * (rank > 0))  # process 0 waits for the first of two operations
         own, gathering = np.full(5, rank), processes.start_gathering(np.array([rank]))
         processes.broadcast_array(own)
         assert gathering.result().tolist() == [[0], [1], [2]]
