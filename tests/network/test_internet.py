@@ -84,6 +84,7 @@ def test_agreements_and_messages_are_those_of_other_transports(machines: Any) ->
         rank, size = processes.rank, processes.size
         values = processes.gather((rank, {"a": None, 2: [1.5, float("inf")]}, np.arange(rank)))
         rows = processes.gather_arrays(np.full((2, 3), rank))
+        time.sleep(0.2 * (rank > 0))  # process 0 waits for the first of two operations
         own, gathering = np.full(5, rank), processes.start_gathering(np.array([rank]))
         processes.broadcast_array(own)
         assert gathering.result().tolist() == [[0], [1], [2]]
@@ -558,8 +559,12 @@ def test_exchanges_by_edges_end_when_all_have_read(machines: Any) -> None:
         ending = pool.submit(first.part)
         time.sleep(0.2)
         arrived: list[Any] = []
-        while not arrived:
-            arrived += second.receive()
+
+        def has_arrived() -> bool:
+            arrived.extend(second.receive())
+            return len(arrived) > 0
+
+        wait_until(has_arrived, 20)
         second.part()
         ending.result(60)
     assert [message.payload.sum() for message in arrived] == [2**23]
