@@ -591,8 +591,8 @@ class Echo:
 
 @pytest.mark.parametrize(("end", "before"), [(handshake.dial, 0), (handshake.accept, 1)])
 def test_a_proof_that_comes_back_is_none(end: Any, before: int) -> None:
+    version = handshake.WIRE.to_bytes(4, "little")
     with pytest.raises(handshake.WrongSecret):
-        version = handshake.WIRE.to_bytes(4, "little")
         asyncio.run(end(Echo((version + bytes(32)) * before), b"s" * 32, b"a" * 32, b"a" * 32))
 
 
@@ -632,8 +632,6 @@ def test_the_first_machine_waits_for_those_that_are_ready(
         return first, in_background(lambda: first.enter(definition))
 
     def call() -> Meeting:
-        own = tickets.saved("run-c")
-        assert own is not None
         asked = Meeting(host.ticket, own, options)
         asked.call()
         return asked
@@ -646,6 +644,9 @@ def test_the_first_machine_waits_for_those_that_are_ready(
         meeting.connect(text, 2, options, definition.replace("}", ', "num_epochs": 3}'))
     with pytest.raises(BadInput, match="allow it with --allow VALUE"):
         join.main([text])
+    saved = tickets.saved("run-c")
+    assert saved is not None
+    own = saved
     call().leave()
     asked = call()
     keys = [ticket.key, asked.node.key]
@@ -712,7 +713,7 @@ def test_a_silent_machine_may_live_and_one_that_says_its_end_does_not(machines: 
     """Else both sides of a network that fails would go on."""
     met = machines(3)
     first, *_ = everywhere(met, lambda own: wire.InternetWire(own, 20))
-    met[0].node.wait(silenced(met[0].links[1]))
+    met[0].node.wait(silenced(met[0].links()[1]))
     met[2].node.close("it has ended")
 
     def has_ended() -> bool:
