@@ -2,14 +2,26 @@
 
 The setting, the learning rates, the rows with 32 bits and those of all-reduce are those of
 experiments/language.py. Here, elements of messages have b bits: of DiLoCo with AdamW and with Muon,
-and of PowerGossip of rank 8. Then four times as many steps. One seed: three seeds of DiLoCo in
+and of PowerGossip of rank 8. Then four times as many steps, and a larger model, where DiLoCo sends
+as many bytes as PowerGossip in eight times longer rounds. One seed: three seeds of DiLoCo in
 experiments/language.py differ by .003 bits per byte.
 """
 
 from collections.abc import Mapping
 from pathlib import Path
 
-from experiments.language import ADAMW, ALL_REDUCE, EPOCHS, GPT, MEASURE, METHODS, ROUND, diverged
+from experiments.language import (
+    ADAMW,
+    ALL_REDUCE,
+    EPOCHS,
+    GPT,
+    MEASURE,
+    METHODS,
+    ROUND,
+    STEPS_PER_EPOCH,
+    diverged,
+    gpt,
+)
 from experiments.study import (
     MERGE,
     SEEDS,
@@ -60,7 +72,21 @@ RARE: Mapping[tuple[str, str], Values] = {
     (f"{method}, rounds of 120", "2"): CHOSEN[method] | {"optimizer_bits": 2, "local_steps": 120}
     for method in (DILOCO, MUON)
 }
+LARGER: Mapping[tuple[str, str], Values] = {
+    (POWER, "4"): CHOSEN[POWER] | {"optimizer_bits": 4},
+    **{
+        (f"{DILOCO}, rounds of {steps}", "2"): CHOSEN[DILOCO]
+        | {"optimizer_bits": 2, "local_steps": steps}
+        for steps in (120, 240)
+    },
+}
 USUAL, MORE = "the steps of `language`", f"{TIMES} times as many steps"
+LARGE = "a GPT of 1,017,216 parameters"
+TABLES: Mapping[str, tuple[Values, Mapping[tuple[str, str], Values]]] = {
+    USUAL: ({}, RARE),
+    MORE: (LONG, LONGER),
+    LARGE: (gpt("1m", STEPS_PER_EPOCH // 2), LARGER),  # its sequences are twice as long
+}
 
 
 def experiment() -> Experiment:
@@ -71,7 +97,7 @@ def experiment() -> Experiment:
         few = {str(b): {"optimizer_bits": b} for b in bits}
         axes: Axes = {"of": {USUAL: {}}, "method": {method: CHOSEN[method]}, "bits": few}
         cases |= grid(values, axes, SEEDS[:1])
-    for name, more, found in ((USUAL, {}, RARE), (MORE, LONG, LONGER)):
+    for name, (more, found) in TABLES.items():
         for (method, b), of_method in found.items():
             axes = {"of": {name: more}, "method": {method: of_method}, "bits": {b: {}}}
             cases |= grid(values, axes, SEEDS[:1])
@@ -83,7 +109,7 @@ def experiment() -> Experiment:
             "MB sent per worker": lambda o: _megabytes(o, 0),
             "MB with a merge": lambda o: _megabytes(o, 1),
         }
-        for number, name in enumerate((USUAL, MORE), 1):
+        for number, name in enumerate(TABLES, 1):
             found = {case[1:]: o for case, o in outcomes.items() if case[0] == name}
             rows = lines(found, ["method", "bits"], columns, diverged=diverged)
             file = folder / f"bits-{number}.csv"
