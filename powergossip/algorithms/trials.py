@@ -165,10 +165,12 @@ def _try(
             if not hasattr(trial.row, method):
                 raise ValueError(f"{name} has no {method}; checkpoints need it")
         changes = sends = topology.n_workers == 1
-        for _ in range(max(MOST, period)):
+        steps = max(STEPS, period)
+        for step in range(max(MOST, period)):
             changes |= not torch.equal(trial.steps(1), idle.steps(1))
             sends |= bool(trial.network.bits.any())
             if changes and sends:
+                steps += step
                 break
         if not changes:
             raise ValueError(f"{name} does not change {what}; a step changes it in place")
@@ -181,6 +183,19 @@ def _try(
                 f"{name}: a worker learns of another one without a message; the rows of a tensor "
                 "are those of different workers"
             )
+        if period and topology.n_workers > 1 and _ignores(topology, begin, steps):
+            raise ValueError(
+                f"{name} does not use the messages that it receives; mixed returns the tensors of "
+                "the rule themselves, not copies"
+            )
+
+
+def _ignores(topology: Topology, begin: Begin, steps: int) -> bool:
+    """True if other messages make no difference."""
+    with suppress(Exception):  # some cannot work with such messages
+        found, other = (_Trial(begin, topology, ones).steps(steps) for ones in (False, True))
+        return torch.equal(found, other)
+    return False
 
 
 def _leaks(topology: Topology, begin: Begin, steps: int) -> bool:

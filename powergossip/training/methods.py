@@ -85,7 +85,7 @@ def check_method(c: Settings, network: Network) -> str:
         c.overlapping = overlapping
     c.method = c.method.with_learning(overlapping=c.overlapping)
     own_rule = not options.are_of_library(learning.LEARNING[c.learning])
-    if own_rule and not c.by_edges and c.optimizer in algorithms.AVERAGING:
+    if own_rule and c.optimizer in algorithms.AVERAGING:
         learner = partial(make_method, c, steps_per_epoch=1)
         trials.try_learning(f"learning={c.learning}", network.topology, c.local_steps, learner)
     return hint

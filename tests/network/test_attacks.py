@@ -229,7 +229,7 @@ def test_strangers_take_no_part(victim: Victim, member: Node) -> None:
     assert files_after <= files + 2
     lines = victim.log.read_text().splitlines()
     assert lines
-    assert all(" callers rejected, the last one: " in line for line in lines)
+    assert all(", the last one: " in line for line in lines)
 
 
 async def entered(victim: Victim) -> Attacker:

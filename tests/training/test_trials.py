@@ -275,6 +275,11 @@ class LeaksAtTheEndOfARound(Rule):
         super().settle()
 
 
+class Copies(Rule):
+    def mixed(self) -> tuple[Tensor, ...]:
+        return (self._x.clone(),)
+
+
 class Names(Rule):
     state: ClassVar[Any] = ("anchor",)
 
@@ -299,6 +304,7 @@ LEARNS = [
     (partial(Rule, local_steps=2), "learning=mine is the row .*; use a class derived from Goss"),
     (ReadsGradients, LEAK),
     (AssignedX, "learning=mine does not change x by gradients"),
+    (Copies, "learning=mine does not use the messages that it receives; mixed returns"),
     (Names, r"Names.state=\('anchor',\): use a mapping from names to Variable"),
     (Generates, "Generates.step: use the methods of GossipRule, such as update"),
 ]

@@ -195,12 +195,14 @@ class Meeting:
     async def _meet(self, definition: str) -> list[Place]:
         """Let the others in, and send them the places of all when all are ready."""
         node, size = self.node, self.ticket.size
-        words = f"{self.ticket.name} --output-dir DIR resume=true" if self._known else self.ticket
+        name = self.ticket.name if self._known else self.ticket
+        again = " --output-dir DIR resume=true" if '"resume"' in definition else ""
+        start = f"powergossip-join {name}{again}" if definition else f'processes(ticket="{name}")'
         if self._known:
             node.members = {key for key, _ in self._known}
         print(
-            f"{self.ticket.name}: start this command on {counted(size - 1, 'other machine')}\n\n"
-            f"  powergossip-join {words}\n",
+            f"{self.ticket.name}: {'start' if definition else 'call'} this on "
+            f"{counted(size - 1, 'other machine')}\n\n  {start}\n",
             flush=True,
         )
         ready: dict[Link, tuple[str, ...]] = {}  # addresses

@@ -425,7 +425,7 @@ class Node:
         self._strangers += 1
         if time.monotonic() - self._told >= QUIET:
             self._told = time.monotonic()
-            print(f"{self._strangers} callers rejected, the last one: {text}", file=sys.stderr)
+            print(f"callers rejected: {self._strangers}, the last one: {text}", file=sys.stderr)
 
 
 def _network(caller: Any) -> str:
