@@ -2,7 +2,6 @@
 
 import dataclasses
 import hashlib
-import itertools
 import json
 import math
 from collections.abc import Callable
@@ -198,28 +197,6 @@ def test_the_options_of_a_row_of_the_user(
         found = program.registered(good)
         assert found == {"optimizer": 'own {"weight": 0.25}'}
         assert AVERAGING[found["optimizer"]](None, None).weight == 0.25
-
-
-@pytest.mark.parametrize("task", ["consensus_random", "text_same"])
-def test_a_compressor_of_the_user_has_to_decompress_from_the_fields(
-    task: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With its options: the number of the object matters with one value of `shift` only."""
-    numbers = itertools.count()
-
-    @dataclasses.dataclass(frozen=True)
-    class Shifted(compressors.Identity):
-        shift: float = 0.0
-
-        def decompress(self, fields: Any, out: Tensor, stream: Any) -> None:
-            own = self.shift * self.__dict__.setdefault("number", next(numbers))
-            super().decompress(tuple(field + own for field in fields), out, stream)
-
-    monkeypatch.setitem(compressors.COMPRESSORS, "shifted", Shifted)
-    setting: Values = {"optimizer": "choco", "optimizer_compressor": "shifted"}
-    program.check(TASKS[task], QUICK, setting)
-    with pytest.raises(BadInput, match="compressor=shifted decompresses the same fields diff"):
-        program.check(TASKS[task], QUICK, {**setting, "optimizer_shift": 0.5})
 
 
 @pytest.mark.parametrize("each", [1, pytest.param(4, marks=pytest.mark.slow)])

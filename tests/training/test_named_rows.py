@@ -130,6 +130,8 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
     yield write
     for path in tmp_path.glob("*.py"):
         sys.modules.pop(path.stem, None)
+    for name in [name for name in gossip_run.ALGORITHMS if ":" in name]:
+        del gossip_run.ALGORITHMS[name]
 
 
 def rows_of(*keys: str, folder: str = "out") -> list[dict[str, Any]]:

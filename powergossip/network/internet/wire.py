@@ -25,7 +25,7 @@ from powergossip.network.resilient.messages import HEADER, Envelope, Payload, Wi
 
 _TAG = TOKEN + 5
 _LONGEST = 2**32  # bytes of a message
-_HELD = 2**28  # bytes of messages from a process that are read ahead
+HELD = 2**28  # bytes of messages from a process that are read ahead
 _WAITING = 2**32  # bytes of messages to a process that is slow, which is then lost
 _END = -1  # the kind of the last message
 _PARTING = 3.0  # seconds
@@ -56,7 +56,7 @@ class _Line:
                     raise self.link.misbehaved("a message is too short")
                 self.incoming.append(whole)
                 self.read += len(whole)
-                while self.read - self.taken > _HELD:  # meanwhile QUIC's window stops the sender
+                while self.read - self.taken > HELD:  # meanwhile QUIC's window stops the sender
                     await asyncio.sleep(0.01)
         self.is_over = True
 
