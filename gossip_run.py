@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig
 
 from powergossip.consensus.config import Config
-from powergossip.runs import configuration, figures, metrics, tables
+from powergossip.runs import configuration, figures, metrics, summaries
 from powergossip.runs.files import FIGURE
 
 if TYPE_CHECKING:
@@ -178,7 +178,7 @@ def _report(folder: Path) -> None:
         return
     figure = folder / FIGURE
     figures.consensus_figure(rows, figure)
-    table = tables.consensus_summary(rows)
+    table = summaries.consensus_summary(rows)
     print(f"\n{table}\n\nrows: {folder / metrics.FILE}\nfigure: {figure}")
 
 

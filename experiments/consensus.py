@@ -16,7 +16,7 @@ from typing import Any
 from experiments.presets import preset
 from experiments.study import table
 from powergossip.runner.runner import Experiment, Results, Run
-from powergossip.runs import figures, tables
+from powergossip.runs import figures, summaries
 
 TITLES = {
     "random": "Random matrices, 100 × 100",
@@ -90,13 +90,13 @@ def experiment(
             rows = pd.concat([results(runs[kind, part]) for part in algorithms], ignore_index=True)
             shown = rows[~rows["algorithm"].isin(HIDDEN)]
             figures.consensus_figure(shown, folder / f"{kind}.svg")
-            header, *lines = tables.consensus_table(rows)
+            header, *lines = summaries.consensus_table(rows)
             header = [
                 f"sent {to}" if name == "sent" else name for to, name in pairwise(["", *header])
             ]
             parts += [
                 f"## {TITLES[kind]}",
-                f"Errors are relative to the start, {tables.error_at_start(rows):.6g}.",
+                f"Errors are relative to the start, {summaries.error_at_start(rows):.6g}.",
                 table(folder / f"{kind}.csv", [header, *lines]),
             ]
         if others:

@@ -19,7 +19,7 @@ from powergossip.formatting import markdown, spread
 from powergossip.runner.runner import Experiment, Results, Run, Values
 from powergossip.runs import figures
 from powergossip.runs.metrics import last_values, select_rows
-from powergossip.runs.tables import merge_bits
+from powergossip.runs.summaries import merge_bits
 
 if TYPE_CHECKING:
     from pandas import DataFrame

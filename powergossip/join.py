@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> Path | None:
     import train
 
     with configuration.imports():
-        from powergossip.network.internet import check, meeting
+        from powergossip.network.internet import link_check, meeting
         from powergossip.training.definition import settings, shown
     options_of_ticket = meeting.Options.of(_settings(rest).ticket_options)
     asked, definition = None, None
@@ -82,8 +82,8 @@ def main(arguments: Sequence[str] | None = None) -> Path | None:
         patience = _LONGEST if options.returns else 0.0
         asked = meeting.ask(ticket, options_of_ticket, patience=patience)
         definition = asked.definition
-    if options.check or definition == check.DEFINITION:
-        if definition not in (None, check.DEFINITION):
+    if options.check or definition == link_check.DEFINITION:
+        if definition not in (None, link_check.DEFINITION):
             raise BadInput("--check: use it on the first machine, before the run")
         _check(rest)
         return None
@@ -113,16 +113,16 @@ def _check(arguments: Sequence[str]) -> None:
     """Meet the other machines and measure the links of all edges."""
     from powergossip import topologies
     from powergossip.network import processes
-    from powergossip.network.internet import check
+    from powergossip.network.internet import link_check
 
     c = _settings(arguments)
-    size, definition = c.n_workers or 1, check.DEFINITION
+    size, definition = c.n_workers or 1, link_check.DEFINITION
     found: Any = processes(
         ticket=c.ticket, size=size, ticket_options=c.ticket_options, definition=definition
     )
     with found.agreed():
         made = topologies.make(c.topology, found.size, seed=c.seed, options=c.topology_options)
-    check.check(found, [(i, j) for i, j in made.edges.tolist()])
+    link_check.check(found, [(i, j) for i, j in made.edges.tolist()])
 
 
 def _come_back(error: Stopped, options: argparse.Namespace) -> None:

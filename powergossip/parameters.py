@@ -25,7 +25,7 @@ from torch.nn.parameter import is_lazy
 from powergossip import checks, randomness
 
 if TYPE_CHECKING:
-    from powergossip.shards import Shards
+    from powergossip.replica_group import Shards
 
 NORMALIZATION_LAYERS = (
     nn.modules.batchnorm._NormBase,  # batch and instance norm

@@ -1,4 +1,4 @@
-"""The layout of the blocks of rows that a shard has of each tensor. See shards.py.
+"""The layout of the blocks of rows that a shard has of each tensor. See replica_group.py.
 
 D is the number of elements of this shard.
 """
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from powergossip import randomness
 from powergossip.parameters import Layout, Stack, matrix_shape
-from powergossip.shards import Shards
+from powergossip.replica_group import Shards
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Shard

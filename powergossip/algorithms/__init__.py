@@ -5,8 +5,8 @@ communication itself: it yields messages and is resumed with the received ones (
 
     averaging.py      the interface
     plain.py          without compression: plain gossip, SPARTA, all-reduce, Chebyshev, …
-    compressed.py     CHOCO-Gossip, DeepSqueeze, Moniqua
-    compiled.py       their compiled loops
+    compressed_gossip.py  CHOCO-Gossip, DeepSqueeze, Moniqua
+    compiled_compression.py  their compiled loops
     push_sum.py       push-sum, for directed graphs
     quantized_mean.py   all-reduce in few bits
     power_gossip.py   PowerGossip
@@ -31,7 +31,7 @@ diffusion rate), X_i (one of i's parameter tensors as a matrix [row, column]).
 """
 
 from powergossip.algorithms.averaging import Averaging, Rate
-from powergossip.algorithms.compressed import ChocoGossip, DeepSqueeze, Moniqua
+from powergossip.algorithms.compressed_gossip import ChocoGossip, DeepSqueeze, Moniqua
 from powergossip.algorithms.learning import DPSGD, Correction
 from powergossip.algorithms.plain import (
     ChebyshevGossip,

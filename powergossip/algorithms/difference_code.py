@@ -14,7 +14,7 @@ from torch import Tensor
 from powergossip import kernels, randomness
 from powergossip.algorithms.directions import EdgeConstants
 from powergossip.compressors.packing import pack, packed_size, unpack
-from powergossip.shards import Shards
+from powergossip.replica_group import Shards
 
 WHOLE = 32  # bits of an element that is not coded
 _BLOCK = 64  # elements that are rotated together

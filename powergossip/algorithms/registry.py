@@ -10,7 +10,7 @@ from powergossip import checks, compressors
 from powergossip import options as _options
 from powergossip.algorithms import rates
 from powergossip.algorithms.averaging import Averaging, Rate
-from powergossip.algorithms.compressed import ChocoGossip, DeepSqueeze, Moniqua
+from powergossip.algorithms.compressed_gossip import ChocoGossip, DeepSqueeze, Moniqua
 from powergossip.algorithms.plain import (
     ChebyshevGossip,
     ExactMean,

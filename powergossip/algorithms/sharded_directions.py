@@ -18,7 +18,7 @@ from torch import Tensor
 from powergossip.algorithms.directions import EdgeConstants, MatrixSide, PerDirection
 from powergossip.network import ToEach
 from powergossip.parameters import Stack
-from powergossip.shards import Shards
+from powergossip.replica_group import Shards
 
 
 class WholeSide(MatrixSide):

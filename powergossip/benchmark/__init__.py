@@ -2,7 +2,7 @@
 
 tasks.py         tasks, and what an entry may tune
 entries.py       entries: the library's, and files of users
-program.py       the runs of an entry on a task
+entry_runs.py    the runs of an entry on a task
 data.py          data of the tasks
 measuring.py     the cost of a step: bits, state, CPU time, predicted seconds
 campaign.py      all runs of an entry, and its results

@@ -22,7 +22,7 @@ from powergossip.errors import BadInput
 from powergossip.runner.runner import Experiment, Folder, Run
 from powergossip.runs import metrics
 
-PROGRAM = "powergossip.benchmark.program"
+PROGRAM = "powergossip.benchmark.entry_runs"
 
 
 class Campaign:

@@ -182,13 +182,13 @@ def accepts(entry: Entry, task: BenchmarkTask, tier: str, alone: bool = False) -
 
     Raises BadInput if it accepts some of them only, is the only one, or has its own list.
     """
-    from powergossip.benchmark import program
+    from powergossip.benchmark import entry_runs
 
     settings = entry.settings[task.name][: TRIES[tier]]
     rejected = []
     for setting in settings:
         try:
-            program.check(task, tier, setting)
+            entry_runs.check(task, tier, setting)
         except BadInput as error:
             rejected.append(error)
     if not rejected:

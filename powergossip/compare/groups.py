@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from powergossip import formatting
 from powergossip.compare.runs import PERCENT, Metric, Run, Warn
 from powergossip.errors import BadInput
-from powergossip.runs import tables
+from powergossip.runs import summaries
 from powergossip.runs.files import OF_COMMAND
 
 if TYPE_CHECKING:
@@ -218,7 +218,9 @@ class Section:
             if any(shows_mean) and not all(shows_mean):
                 of += ", or mean over workers in runs that did not evaluate it"
         sent = "MB are those that worker 0 has sent."
-        merge = max(tables.merge_bits(run.rows) for group in self.groups for run in group.counted)
+        merge = max(
+            summaries.merge_bits(run.rows) for group in self.groups for run in group.counted
+        )
         if merge > 0:
             sent += f" A merge to the mean model adds {merge / 8e6:.3g} MB where models differ."
         return (

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from powergossip import reading
 from powergossip.errors import BadInput
-from powergossip.runs import metrics, tables
+from powergossip.runs import metrics, summaries
 
 if TYPE_CHECKING:
     from pandas import DataFrame, Series
@@ -240,7 +240,7 @@ def _algorithms(
 ) -> list[Run]:
     """Each algorithm of gossip_run.py at its best setting, with errors relative to the start."""
     runs = []
-    for algorithm, best in tables.best_settings(tables.by_setting(rows)).items():
+    for algorithm, best in summaries.best_settings(summaries.by_setting(rows)).items():
         errors = best[best["name"] == "error"]
         start = errors["value"].iloc[0] or 1.0
         runs.append(
@@ -250,7 +250,7 @@ def _algorithms(
                 info,
                 errors.assign(value=errors["value"] / start),
                 sweep=True,
-                diverged=tables.has_diverged(best),
+                diverged=summaries.has_diverged(best),
             )
         )
     return runs

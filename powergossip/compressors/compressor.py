@@ -10,7 +10,7 @@ from torch import Tensor
 
 from powergossip import randomness
 from powergossip.parameters import Layout, Stack
-from powergossip.shards import Shards
+from powergossip.replica_group import Shards
 
 BySize = Callable[[int], float]  # the number of elements of a tensor → a rate
 

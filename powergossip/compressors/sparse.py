@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from powergossip import checks
 from powergossip.compressors.compressor import Field, Stream, nan_if_not_finite
-from powergossip.shards import Shards
+from powergossip.replica_group import Shards
 
 _KEEP_RATIO = 0.01  # by default
 

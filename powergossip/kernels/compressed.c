@@ -1,10 +1,10 @@
-/* Compressed messages: CHOCO-Gossip, DeepSqueeze, Moniqua. See algorithms/compiled.py.
+/* Compressed messages: CHOCO-Gossip, DeepSqueeze, Moniqua. See algorithms/compiled_compression.py.
 
    The rows of x have any stride, all other arrays are contiguous. Messages are not aligned. */
 
 enum { SIGN_AND_NORM, QSGD, TOP_K, AT_POSITIONS };
 
-/* A tensor of x and the places of its fields in a message. The same in compiled.py. */
+/* A tensor of x and the places of its fields in a message. The same in compiled_compression.py. */
 typedef struct {
     i64 start, length; /* its elements among the D */
     i64 kept;          /* K of a sparse C(v) */
@@ -16,7 +16,7 @@ typedef struct {
     float factor;      /* scale/s of QSGD */
 } Tensor;
 
-/* The same in compiled.py. */
+/* The same in compiled_compression.py. */
 typedef struct {
     i64 kind;
     i64 rows;            /* hosted workers */

@@ -21,8 +21,8 @@ from powergossip import checks
 from powergossip.errors import BadInput
 from powergossip.network import Processes, processes_of, processes_of_replicas
 from powergossip.parameters import Layout
+from powergossip.replica_group import Shards
 from powergossip.sharded_layout import BlockLayout, ShardedLayout
-from powergossip.shards import Shards
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from pandas import DataFrame, Series
 from powergossip.runs.metrics import select_rows
-from powergossip.runs.tables import best_settings, by_setting
+from powergossip.runs.summaries import best_settings, by_setting
 
 # The first ones are of Okabe & Ito, distinguishable with color vision deficiency. All are visible
 # on a white and on a black background. Further curves differ by line style.

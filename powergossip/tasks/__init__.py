@@ -7,10 +7,10 @@
 - digits.py, fashion_mnist.py, cifar.py, imagenet.py, language.py: the tasks, a module each.
 - images.py, augmentation.py, models.py: image classification, random crops, image models.
 - texts.py, language_models.py: texts as word indices, language models.
-- text.py, documents.py, tokens.py: language modeling on documents, their files and tokens.
+- text.py, documents.py, tokenizers.py: language modeling on documents, their files and tokens.
 - data_files.py, idx.py: finding, downloading, verifying and reading the files of a data set.
 - shards.py: the samples of each worker, IID or non-IID.
-- task_options.py, modules.py: options of single tasks, construction of models.
+- option_checks.py, modules.py: options of single tasks, construction of models.
 
 A new task of the library is its module, its row in `TASKS`, and maybe a row in `DEFAULTS`, in
 registry.py.

@@ -21,7 +21,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from powergossip.tasks import images, task_options
+from powergossip.tasks import images, option_checks
 from powergossip.tasks.images import ImageClassification
 from powergossip.tasks.models import IMAGENET
 from powergossip.tasks.task import Task, TaskOptions
@@ -35,7 +35,7 @@ DEFAULTS: Mapping[str, Any] = {
     "lr_schedule_milestones": [[30.0, 0.1], [60.0, 0.1], [80.0, 0.1]],
     "weight_decay": 0.0001,
 }
-OPTIONS = {**images.OPTIONS, "image_size": task_options.COUNT, "threads": task_options.COUNT}
+OPTIONS = {**images.OPTIONS, "image_size": option_checks.COUNT, "threads": option_checks.COUNT}
 SPLITS = ("train", "val")  # names of the folders
 SUFFIXES = (".jpeg", ".jpg", ".png")
 FOLDERS = ("", "imagenet", "ImageNet")  # of the data, in data_dir or $DATA
@@ -64,7 +64,7 @@ def task(options: TaskOptions) -> Task:
 
     Raises ValueError if the folders are not found or do not match, or if options are invalid.
     """
-    task_options.check(
+    option_checks.check(
         options.task, options.task_options, OPTIONS, options.architecture, images.MODEL_OPTIONS
     )
     given = options.task_options

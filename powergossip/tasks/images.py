@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from powergossip.randomness import generator
-from powergossip.tasks import modules, task_options
+from powergossip.tasks import modules, option_checks
 from powergossip.tasks.augmentation import Augmentation
 from powergossip.tasks.models import ARCHITECTURES, INITIALIZATIONS, NORMALIZATIONS, SHORTCUTS
 from powergossip.tasks.shards import NOBODY, Partition, held_out
@@ -21,17 +21,17 @@ from powergossip.tasks.task import FIRST, NAMES, Batch, Split, TaskOptions
 from powergossip.trees import sha256
 
 MODEL_OPTIONS = {
-    "normalization": task_options.one_of(NORMALIZATIONS),
-    "initialization": task_options.one_of(INITIALIZATIONS),
-    "shortcut": task_options.one_of(SHORTCUTS),
-    "zero_init_residual": task_options.FLAG,
-    "plain": task_options.FLAG,
+    "normalization": option_checks.one_of(NORMALIZATIONS),
+    "initialization": option_checks.one_of(INITIALIZATIONS),
+    "shortcut": option_checks.one_of(SHORTCUTS),
+    "zero_init_residual": option_checks.FLAG,
+    "plain": option_checks.FLAG,
 }
 CONSTANTS = ("pixel_mean", "pixel_deviation")  # in 0 … 1, for each channel
 OPTIONS = {
     **MODEL_OPTIONS,
-    "pixel_mean": task_options.NUMBERS,
-    "pixel_deviation": task_options.POSITIVE_NUMBERS,
+    "pixel_mean": option_checks.NUMBERS,
+    "pixel_deviation": option_checks.POSITIVE_NUMBERS,
 }
 # Of a forward pass in evaluation: fast, and small in memory.
 EVALUATION_CHUNK = 500  # images
@@ -158,7 +158,7 @@ class ImageClassification(modules.ModelTask):
         augment: Augmentation | None = None,
         *,
         architectures: Mapping[str, Callable[..., nn.Module]] = ARCHITECTURES,
-        known_options: Mapping[str, task_options.Accepted] = OPTIONS,
+        known_options: Mapping[str, option_checks.Accepted] = OPTIONS,
     ) -> None:
         """Load the data onto the device.
 
@@ -173,7 +173,7 @@ class ImageClassification(modules.ModelTask):
             ValueError: If the options do not match the data.
         """
         given = options.task_options
-        task_options.check(options.task, given, known_options, options.architecture, MODEL_OPTIONS)
+        option_checks.check(options.task, given, known_options, options.architecture, MODEL_OPTIONS)
         self.augment = augment
         splits: dict[Split, Images] = {"train": train, "test": test}
         if options.validation_ratio:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from powergossip.tasks import modules, task_options, texts
+from powergossip.tasks import modules, option_checks, texts
 from powergossip.tasks.language_models import (
     ARCHITECTURES,
     SMALL_ARCHITECTURES,
@@ -27,20 +27,20 @@ from powergossip.tasks.task import NAMES, Batch, Split, Task, TaskOptions
 from powergossip.trees import sha256
 
 MODEL_OPTIONS = {
-    "hidden_size": task_options.COUNT,
-    "num_layers": task_options.COUNT,
-    "num_heads": task_options.COUNT,
-    "dropout": task_options.FRACTION,
+    "hidden_size": option_checks.COUNT,
+    "num_layers": option_checks.COUNT,
+    "num_heads": option_checks.COUNT,
+    "dropout": option_checks.FRACTION,
 }
 OPTIONS = {
-    "dataset": task_options.one_of(texts.TEXTS),
-    "sequence_length": task_options.COUNT,
-    "min_count": task_options.COUNT,
-    "padding": task_options.FLAG,
-    "tokenizer": task_options.one_of(texts.TOKENIZERS),
-    "lower": task_options.FLAG,
-    "evaluation": task_options.one_of(("test", "validation")),
-    "validation_text": task_options.FLAG,
+    "dataset": option_checks.one_of(texts.TEXTS),
+    "sequence_length": option_checks.COUNT,
+    "min_count": option_checks.COUNT,
+    "padding": option_checks.FLAG,
+    "tokenizer": option_checks.one_of(texts.TOKENIZERS),
+    "lower": option_checks.FLAG,
+    "evaluation": option_checks.one_of(("test", "validation")),
+    "validation_text": option_checks.FLAG,
     **MODEL_OPTIONS,
 }
 # For the default text: a perplexity below 90 in a minute, 8 workers in one process.
@@ -82,7 +82,7 @@ def task(options: TaskOptions) -> Task:
 
     Raises ValueError if the text is not found or damaged, or if the options do not match it.
     """
-    task_options.check(
+    option_checks.check(
         options.task, options.task_options, OPTIONS, options.architecture, MODEL_OPTIONS
     )
     given = dict(options.task_options)
@@ -105,7 +105,7 @@ def _text_options(dataset: str, given: dict[str, Any]) -> dict[str, Any]:
     """
     options = {}
     for key in list(given):
-        having = [name for name in texts.TEXTS if key in task_options.defaults(texts.TEXTS[name])]
+        having = [name for name in texts.TEXTS if key in option_checks.defaults(texts.TEXTS[name])]
         if having and dataset not in having:
             raise ValueError(
                 f"task_options.{key}: use it with dataset={' or '.join(having)}; {dataset} has no "

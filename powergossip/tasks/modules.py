@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from powergossip.randomness import torch_seed
-from powergossip.tasks import task_options
+from powergossip.tasks import option_checks
 from powergossip.tasks.task import TaskOptions
 from powergossip.user_functions import Named, seeded
 
@@ -29,7 +29,7 @@ def architectures(
 
     def build(name: str) -> nn.Module:
         for key in options:
-            having = [other for other in builders if key in task_options.defaults(builders[other])]
+            having = [other for other in builders if key in option_checks.defaults(builders[other])]
             if name not in having:
                 raise ValueError(
                     f"task_options.{key}: use it with task_architecture={' or '.join(having)}; "

@@ -17,22 +17,22 @@ from torch import Tensor, nn
 
 from powergossip.checks import BadValue
 from powergossip.randomness import torch_seed
-from powergossip.tasks import documents, modules, task_options, tokens
+from powergossip.tasks import documents, modules, option_checks, tokenizers
 from powergossip.tasks.language import MODEL_OPTIONS, LanguageTask
 from powergossip.tasks.language_models import SMALL_ARCHITECTURES, LanguageModel
 from powergossip.tasks.loading import on_device
 from powergossip.tasks.shards import NOBODY, Partition
 from powergossip.tasks.task import Batch, MainMetric, Split, Task, TaskOptions
-from powergossip.tasks.tokens import END, TokenFile
+from powergossip.tasks.tokenizers import END, TokenFile
 
 TOPIC = "topic"  # the column of a partition
 SAMPLE_TOKENS, TEMPERATURE = 400, 0.8  # of the text at the end of a run
 OPTIONS = {
-    "dataset": task_options.TEXT,
-    "tokenizer": task_options.TEXT,
-    "sequence_length": task_options.COUNT,
-    "evaluation_tokens": task_options.COUNT,
-    "sample": task_options.TEXT,
+    "dataset": option_checks.TEXT,
+    "tokenizer": option_checks.TEXT,
+    "sequence_length": option_checks.COUNT,
+    "evaluation_tokens": option_checks.COUNT,
+    "sample": option_checks.TEXT,
     **MODEL_OPTIONS,
 }
 DEFAULTS: Mapping[str, Any] = {
@@ -63,7 +63,7 @@ def task(options: TaskOptions) -> Task:
 
     Raises ValueError if there are no documents, or if the options do not match them.
     """
-    task_options.check(
+    option_checks.check(
         options.task, options.task_options, OPTIONS, options.architecture, MODEL_OPTIONS
     )
     given = dict(options.task_options)
@@ -71,7 +71,7 @@ def task(options: TaskOptions) -> Task:
     length, most = given.pop("sequence_length", 128), given.pop("evaluation_tokens", 2**16)
     prompt = given.pop("sample", None)
     found = documents.find(dataset, options.data_dir)
-    return Text(tokens.load(found, tokenizer, options), length, options, given, most, prompt)
+    return Text(tokenizers.load(found, tokenizer, options), length, options, given, most, prompt)
 
 
 class Text(LanguageTask):

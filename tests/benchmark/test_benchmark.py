@@ -25,10 +25,10 @@ from powergossip.benchmark import (
     comparison,
     data,
     entries,
+    entry_runs,
     library,
     measuring,
     page,
-    program,
     results,
     tasks,
 )
@@ -187,14 +187,14 @@ def test_the_options_of_a_row_of_the_user(
     monkeypatch.setitem(registry, "own", row)
     names = ["text_same"] if registry is AGGREGATIONS else ["consensus_random", "text_same"]
     for name in names:
-        program.check(TASKS[name], QUICK, good)
+        entry_runs.check(TASKS[name], QUICK, good)
         with pytest.raises(BadInput, match=r"wait=.* has no such option; use"):
-            program.check(TASKS[name], QUICK, wrong)
+            entry_runs.check(TASKS[name], QUICK, wrong)
     if registry is AGGREGATIONS:
         with pytest.raises(BadInput, match="does not change mean"):
-            program.check(TASKS["text_same"], QUICK, {**good, "optimizer_scale": 0.0})
+            entry_runs.check(TASKS["text_same"], QUICK, {**good, "optimizer_scale": 0.0})
     if registry is AVERAGING:
-        found = program.registered(good)
+        found = entry_runs.registered(good)
         assert found == {"optimizer": 'own {"weight": 0.25}'}
         assert AVERAGING[found["optimizer"]](None, None).weight == 0.25
 
@@ -207,7 +207,7 @@ def test_settings_of_the_library_are_accepted(each: int) -> None:
         entry = entries.find(name)
         for task in [*names, *names][i % 4 : i % 4 + each]:
             if task in entry.settings:
-                program.check(TASKS[task], QUICK, entry.settings[task][0])
+                entry_runs.check(TASKS[task], QUICK, entry.settings[task][0])
 
 
 # --- Runs -----------------------------------------------------------------------------------------
@@ -243,7 +243,7 @@ def carried_out(campaign: Campaign) -> None:
         for run in stage(campaign.folder.results):
             folder = campaign.folder.of(run)
             keys = [f"{key}={yaml_text(value)}" for key, value in run.values.items()]
-            program.main([*keys, "--output-dir", str(folder)])
+            entry_runs.main([*keys, "--output-dir", str(folder)])
             (folder / "done.json").touch()
 
 
@@ -281,7 +281,7 @@ def test_a_method_is_tuned_on_held_out_data_and_compared_on_test_data(
         folder = campaign.folder.of(final) / "0-1"
         rows = metrics.last_values(metrics.load(folder), of.name, split="test")
         task = dataclasses.replace(of_text, measure=of)
-        again = program.learn(task, task.values_of(QUICK), settings[1], 1, True, folder)
+        again = entry_runs.learn(task, task.values_of(QUICK), settings[1], 1, True, folder)
         assert again["evaluations"][-1]["worst"] == worst(rows)
     assert len(found["data"]) == 64
     assert found["state"] == 0
@@ -308,7 +308,7 @@ def test_a_run_that_is_done_is_not_repeated(
     path = written(tmp_path, [{"optimizer": "half"}, {"optimizer": "dpsgd"}])
     campaign = Campaign(entries.find(str(path)), str(path), QUICK, ["consensus_random"], tmp_path)
     done: list[Any] = []
-    agree = program.agree
+    agree = entry_runs.agree
 
     def counted(*arguments: Any) -> Any:
         done.append(arguments[2]["optimizer"])
@@ -318,7 +318,7 @@ def test_a_run_that_is_done_is_not_repeated(
             raise KeyboardInterrupt
         return agree(*arguments)
 
-    monkeypatch.setattr(program, "agree", counted)
+    monkeypatch.setattr(entry_runs, "agree", counted)
     with pytest.raises(KeyboardInterrupt):
         carried_out(campaign)
     carried_out(campaign)
@@ -362,7 +362,7 @@ def test_a_setting_that_diverges_is_not_chosen() -> None:
     task = TASKS["consensus_random"]
     assert [score(task, run) for run in runs] == [-math.inf, -math.inf, 2.0]
     diverging: Values = {"optimizer": "choco", "optimizer_diffusion_rate": 50.0}
-    found = program.agree(task, task.values_of(QUICK), diverging, 1, True, Path())
+    found = entry_runs.agree(task, task.values_of(QUICK), diverging, 1, True, Path())
     assert found["diverged"]
 
 
@@ -373,7 +373,7 @@ def test_training_that_diverges_before_its_first_evaluation_is_a_result(
     values = {**task.values_of(QUICK), "local_optimizer": "sgd", "gradient_clipping": None}
     setting: Values = {"optimizer": "dpsgd", "learning_rate": 1e30}
     for final in (False, True):
-        run = program.learn(task, values, setting, 1, final, tmp_path / str(final))
+        run = entry_runs.learn(task, values, setting, 1, final, tmp_path / str(final))
         assert run["diverged"]
         assert run["evaluations"] == []
         assert score(task, run) == -math.inf
@@ -386,14 +386,16 @@ def test_the_megabytes_of_agreement_are_those_of_the_busiest_worker_step_by_step
     when workers agree."""
     task = TASKS["consensus_random"]
     for tier in tasks.TIERS:
-        found = program.agree(task, task.values_of(tier), {"optimizer": "dpsgd"}, 1, True, Path())
+        found = entry_runs.agree(
+            task, task.values_of(tier), {"optimizer": "dpsgd"}, 1, True, Path()
+        )
         of_run = Line("", task, -3.0, {"runs": [found]})
         reached = next(e for e in found["evaluations"] if e["mean"] <= -3)
         assert of_run.to_target("step") == [reached["step"]]
         assert of_run.to_target("MB")[0] == pytest.approx(0.08 * reached["step"])
         assert 14 <= reached["step"] <= 15
         last = found["evaluations"][-1]
-        assert last["worst"] == math.log10(program.ROUNDING)
+        assert last["worst"] == math.log10(entry_runs.ROUNDING)
         assert last["step"] < 100
     sent, seeds = [], []
     for hub in (0, 3):
@@ -408,7 +410,7 @@ def test_the_megabytes_of_agreement_are_those_of_the_busiest_worker_step_by_step
             patch.setitem(topologies.TOPOLOGIES, "hub", star)
             setting = {"optimizer": "dpsgd", "topology": "hub", "topology_options": {"hub": hub}}
             values = {**task.values_of(QUICK), "steps": 4}
-            run = program.agree(task, values, setting, 7, True, Path())
+            run = entry_runs.agree(task, values, setting, 7, True, Path())
             sent.append(run["evaluations"][-1]["MB"])
     assert sent == [4 * 7 * 4e-2] * 2
     assert set(seeds) == {7}
@@ -428,7 +430,7 @@ def test_the_error_of_agreement_is_the_distance_to_the_mean_at_the_start(
 
         monkeypatch.setitem(AVERAGING, "jump", Jump)
         values = {**task.values_of(QUICK), "steps": 2}
-        return program.agree(task, values, {"optimizer": "jump"}, 1, True, Path())
+        return entry_runs.agree(task, values, {"optimizer": "jump"}, 1, True, Path())
 
     last = after(lambda x: x.double().mean(0).expand_as(x))["evaluations"][-1]
     assert (last["mean"], last["worst"]) == (-10, -10)
@@ -462,7 +464,7 @@ def test_a_setting_makes_trial_steps(task: str, monkeypatch: pytest.MonkeyPatch)
         mine = type("Mine", (Half,), {"step": lambda self, x, step=step: step(x)})
         monkeypatch.setitem(AVERAGING, "mine", mine)
         with pytest.raises(BadInput, match=sentence):
-            program.check(TASKS[task], QUICK, {"optimizer": "mine"})
+            entry_runs.check(TASKS[task], QUICK, {"optimizer": "mine"})
 
 
 @pytest.mark.parametrize(
@@ -483,7 +485,7 @@ def test_errors_of_a_file_have_its_line(
     )
     entry = entries.find(str(path))
     with pytest.raises(BadInput, match=sentence):
-        program.check(TASKS["consensus_random"], QUICK, entry.settings["consensus_random"][0])
+        entry_runs.check(TASKS["consensus_random"], QUICK, entry.settings["consensus_random"][0])
 
 
 def test_consensus_has_the_seed_and_the_types_of_options(
@@ -502,16 +504,16 @@ def test_consensus_has_the_seed_and_the_types_of_options(
     task, setting = TASKS["consensus_random"], {"optimizer": "mine", "optimizer_rank": "3"}
     for seed in (1, 2):
         values = {**task.values_of(QUICK), "steps": 1}
-        program.agree(task, values, setting, seed, True, tmp_path)
+        entry_runs.agree(task, values, setting, seed, True, tmp_path)
     assert found == [(1, 3), (2, 3)]
     with pytest.raises(BadInput, match=r"optimizer_rank=2\.5: use a whole number"):
-        program.check(task, QUICK, {"optimizer": "mine", "optimizer_rank": 2.5})
+        entry_runs.check(task, QUICK, {"optimizer": "mine", "optimizer_rank": 2.5})
 
 
 @pytest.mark.parametrize("setting", [{"optimizer": "powersgd"}, {"optimizer": "typo"}])
 def test_consensus_accepts_averaging_rules_only(setting: Values) -> None:
     with pytest.raises(BadInput, match=r"averaging rule .* is unknown; choose from all-reduce"):
-        program.check(TASKS["consensus_random"], QUICK, setting)
+        entry_runs.check(TASKS["consensus_random"], QUICK, setting)
 
 
 @pytest.mark.parametrize(
@@ -543,7 +545,7 @@ def test_the_cost_of_a_step_is_that_of_the_run(
     more: Values = {"local_optimizer": "sgd", "learning_rate": 0.01}
     schedule = {"lr_schedule": "milestones", "lr_schedule_milestones": [[1, 0.1]]}
     values = {**task.values_of(QUICK), **more, **schedule}
-    run = program.learn(task, values, setting, 1, True, tmp_path)
+    run = entry_runs.learn(task, values, setting, 1, True, tmp_path)
     assert {key: train.config[key] for key in values | setting} == values | setting
     bytes_sent: list[float] = []
     step = measuring.prediction.step
@@ -614,7 +616,13 @@ def test_images_are_the_first_ones_with_a_hash_of_all_that_are_used(
 
 def test_a_task_that_changes_has_another_version() -> None:
     """After a change of what makes a task's results, raise its version, and note both here."""
-    of_all = [tasks.TUNING_SEED, SEEDS, program.HELD_OUT, program.DIVERGED, program.ROUNDING]
+    of_all = [
+        tasks.TUNING_SEED,
+        SEEDS,
+        entry_runs.HELD_OUT,
+        entry_runs.DIVERGED,
+        entry_runs.ROUNDING,
+    ]
     found = {}
     for task in TASKS.values():
         text = json.dumps([*of_all, task.values, task.tiers], sort_keys=True)
@@ -886,7 +894,7 @@ def test_a_task_that_fails_leaves_the_others_their_results(
             job.log.write_text("$ command\nsomething\nerror: that is why\n")
             if "task=text_same" in job.command:
                 return 1
-            program.main(job.command[4:])
+            entry_runs.main(job.command[4:])
             return 0
 
     monkeypatch.setattr(runner, "LAUNCHERS", {"slurm": Launcher})

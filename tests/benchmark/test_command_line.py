@@ -10,7 +10,7 @@ import pytest
 from torch import Tensor
 
 from powergossip.algorithms import AVERAGING
-from powergossip.benchmark import command_line, entries, page, program, results
+from powergossip.benchmark import command_line, entries, entry_runs, page, results
 from powergossip.benchmark.tasks import FULL, QUICK, TASKS, Values
 from powergossip.errors import BadInput
 from powergossip.network import ToAll
@@ -172,7 +172,7 @@ def test_what_a_file_may_do(source: str, tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("values", [{"topology": "rnig"}, {"topology_options": 3}])
 def test_a_wrong_graph_is_rejected(task: str, values: Values) -> None:
     with pytest.raises(BadInput, match=r'is rejected|topology "rnig" is unknown'):
-        program.check(TASKS[task], QUICK, {"optimizer": "dpsgd", **values})
+        entry_runs.check(TASKS[task], QUICK, {"optimizer": "dpsgd", **values})
 
 
 def test_an_averaging_rule_changes_x_for_a_learning_rule_too(
@@ -185,4 +185,4 @@ def test_an_averaging_rule_changes_x_for_a_learning_rule_too(
     monkeypatch.setitem(AVERAGING, "mine", Mine)
     setting = {"optimizer": "mine", "learning": "quasi-global-momentum"}
     with pytest.raises(BadInput, match="mine does not change x"):
-        program.check(TASKS["text_same"], QUICK, setting)
+        entry_runs.check(TASKS["text_same"], QUICK, setting)

@@ -27,7 +27,7 @@ from powergossip.consensus.sweep import MatrixBatch, Sweep
 from powergossip.errors import BadInput
 from powergossip.network import Network, processes
 from powergossip.parameters import Layout
-from powergossip.runs import metrics, tables
+from powergossip.runs import metrics, summaries
 from powergossip.runs.files import FIGURE
 from powergossip.runs.metrics import Hooks
 from tests.harness import launch
@@ -523,7 +523,7 @@ def test_a_run_ends_with_a_table_and_a_figure_and_its_configuration_repeats_it(
     said = capsys.readouterr()
     gossip_run.log_metric("error", {"value": 0.0}, {})
     assert metrics.load(first).equals(rows), "the logs are closed"
-    assert tables.consensus_summary(rows) in said.out
+    assert summaries.consensus_summary(rows) in said.out
     assert str(first / "figure.png") in said.out
     assert said.out.count(" at step ") == 3 + 3 + 4, "a line for each setting"
     assert (first / "figure.png").read_bytes().startswith(b"\x89PNG")

@@ -14,7 +14,13 @@ import torch
 from torch import Tensor
 
 from powergossip import algorithms, kernels, topologies
-from powergossip.algorithms import Averaging, ChocoGossip, DeepSqueeze, Moniqua, compiled
+from powergossip.algorithms import (
+    Averaging,
+    ChocoGossip,
+    DeepSqueeze,
+    Moniqua,
+    compiled_compression,
+)
 from powergossip.network import Network, Processes, processes
 from powergossip.parameters import Layout
 from powergossip.tasks import data_files
@@ -153,7 +159,7 @@ def test_too_few_distinct_draws_give_the_positions_of_pytorch(
     )
     x = normal(4, LONG.size)
     expected = theirs.step(x.clone())
-    monkeypatch.setattr(compiled, "number_of_draws", lambda count, entries: count)
+    monkeypatch.setattr(compiled_compression, "number_of_draws", lambda count, entries: count)
     assert_same(ours.step(x), expected)
 
 

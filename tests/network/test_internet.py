@@ -29,9 +29,9 @@ pytest.importorskip("iroh")
 from powergossip.network import interfaces, speeds
 from powergossip.network.internet import (
     binding,
-    check,
     codec,
     handshake,
+    link_check,
     meeting,
     node,
     tickets,
@@ -134,8 +134,10 @@ def test_the_links_of_all_edges_are_measured_and_shown_on_all_machines(
         return found
 
     monkeypatch.setattr(speeds, "SIZES", (2**16,))
-    monkeypatch.setattr(check, "measure", measure)
-    everywhere(machines(3), lambda own: check.check(own, [(0, 1), (1, 2)] if own.rank == 0 else []))
+    monkeypatch.setattr(link_check, "measure", measure)
+    everywhere(
+        machines(3), lambda own: link_check.check(own, [(0, 1), (1, 2)] if own.rank == 0 else [])
+    )
     printed = capsys.readouterr().out
     row = r"(\d), (\d) +(\S+) +[\d.]+:\d+ +direct +(\S+) +(\S+) +\+(\S+) %"
     rows = re.findall(row, printed)

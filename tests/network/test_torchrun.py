@@ -64,9 +64,9 @@ DRIVER = """
 import json, sys, warnings
 import gossip_run, train
 from powergossip.runs import configuration
-from powergossip.training import recorder
+from powergossip.training import run_folder
 warnings.simplefilter("ignore")
-recorder.report = lambda *_: None  # a table and a figure take longer than these runs
+run_folder.report = lambda *_: None  # a table and a figure take longer than these runs
 
 def main(arguments):
     for name, asked in json.loads(arguments[1]).items():

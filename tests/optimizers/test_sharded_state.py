@@ -18,7 +18,7 @@ from powergossip.optimizers import (
     PowerSGD,
 )
 from powergossip.optimizers.sharded_parameters import Sharding
-from powergossip.shards import Shards
+from powergossip.replica_group import Shards
 from tests.harness.replicas import (
     ADAM,
     CASES,

@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.text import Text
 
-from powergossip.runs import figures, metrics, tables
+from powergossip.runs import figures, metrics, summaries
 from powergossip.runs.metrics import FILE, MetricsLog
 
 
@@ -173,7 +173,7 @@ def test_a_run_without_rows(tmp_path: Path) -> None:
     rows = metrics.load(tmp_path)
     assert len(rows) == 0
     assert rows.columns.tolist() == ["name", "value", "epoch", "bits", "messages", "seconds"]
-    assert tables.summary(rows) == "The run has no rows."
+    assert summaries.summary(rows) == "The run has no rows."
     with pytest.raises(ValueError, match="nothing to draw"):
         figures.figure(rows, tmp_path / "run.png")
 
@@ -195,8 +195,8 @@ def test_the_table_shows_the_last_epoch(tmp_path: Path) -> None:
     """Of a metric that is measured less often, its last value."""
     rows = write_run(tmp_path, epochs=3)
     late = (rows["name"] == "accuracy") & (rows["epoch"] == 3)
-    assert "test accuracy, mean model          25.00%" in tables.summary(rows[~late])
-    assert tables.summary(rows).splitlines() == [
+    assert "test accuracy, mean model          25.00%" in summaries.summary(rows[~late])
+    assert summaries.summary(rows).splitlines() == [
         "After 3 epochs",
         "  test accuracy, mean model          35.00%",
         "  validation accuracy, mean model    32.00%",
@@ -223,18 +223,18 @@ def test_lines_without_rows_are_left_out(tmp_path: Path) -> None:
         "phase_seconds": ["gradient", "gossip  "],
     }
     for name, labels in parts.items():
-        assert all(label in tables.summary(rows) for label in labels)
-        shorter = tables.summary(rows[rows["name"] != name])
+        assert all(label in summaries.summary(rows) for label in labels)
+        shorter = summaries.summary(rows[rows["name"] != name])
         assert not any(label in shorter for label in labels)
         assert "After 1 epoch\n" in shorter
-    assert "sent by" not in tables.summary(rows.assign(bits=math.nan))
+    assert "sent by" not in summaries.summary(rows.assign(bits=math.nan))
     untagged = rows[["name", "value", "epoch", "bits", "messages", "seconds"]]
-    assert "accuracy" not in tables.summary(untagged)
+    assert "accuracy" not in summaries.summary(untagged)
 
 
 def test_phases_of_a_run_on_the_virtual_clock_are_fractions_of_real_seconds(tmp_path: Path) -> None:
     rows = write_run(tmp_path, epochs=1).assign(seconds=1e6)
-    text = tables.summary(rows, time_is_virtual=True)
+    text = summaries.summary(rows, time_is_virtual=True)
     assert "virtual time" in text
     assert "1000000.0 s\n" in text
     shares = [int(share) for share in re.findall(r"s \((\d+)%\)", text)]
@@ -315,7 +315,7 @@ def test_figures_show_the_rows(tmp_path: Path, drawn: list[Figure]) -> None:
     np.testing.assert_allclose(y(lines["worker 0"]), [10, 20, 30])
     np.testing.assert_allclose(y(lines["mean model, validation"]), [12, 22, 32])
     without = rows[rows["split"] != "valid_avg"]
-    assert "validation" not in tables.summary(without)
+    assert "validation" not in summaries.summary(without)
     band = by_epoch.collections[0].get_paths()[0].get_extents()
     np.testing.assert_allclose(band.bounds, [1, 10, 2, 23])  # from (1, 10 %) to (3, 33 %)
     np.testing.assert_allclose(x(by_size.get_lines()[0]), [1, 2, 3])
@@ -382,7 +382,7 @@ def write_sweep(folder: Path) -> pd.DataFrame:
 def test_the_table_shows_each_algorithm_at_its_best(tmp_path: Path) -> None:
     rows = write_sweep(tmp_path)
     before = rows.copy()
-    assert tables.consensus_summary(rows).splitlines() == [
+    assert summaries.consensus_summary(rows).splitlines() == [
         "Best setting of each algorithm. Errors are relative to the start, which is 8000",
         "  algorithm   diffusion rate   theta   per step   to 1e-3      sent   to 1e-6      sent"
         "   final error   diverged",
@@ -394,7 +394,7 @@ def test_the_table_shows_each_algorithm_at_its_best(tmp_path: Path) -> None:
         "      diverged     2 of 2",
     ]
     pd.testing.assert_frame_equal(rows, before)
-    some = tables.consensus_summary(rows[rows["algorithm"] == "plain"])
+    some = summaries.consensus_summary(rows[rows["algorithm"] == "plain"])
     assert "theta" not in some
     assert "diffusion rate" not in some
 
@@ -421,10 +421,10 @@ def test_consensus_without_positive_values_has_a_table_and_a_figure(
         log.write("error", values(start, step, 0), {"algorithm": "plain"})
     log.close()
     rows = metrics.load(tmp_path)
-    assert "plain" in tables.consensus_summary(rows)
+    assert "plain" in summaries.consensus_summary(rows)
     figures.consensus_figure(rows, tmp_path / "x.png")
     drawn[0].draw_without_rendering()
-    for function in (tables.consensus_summary, lambda rows: figures.consensus_figure(rows, "x")):
+    for function in (summaries.consensus_summary, lambda rows: figures.consensus_figure(rows, "x")):
         with pytest.raises(ValueError, match="no rows"):
             function(rows[:0])
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from powergossip.parameters import Parameters
 from powergossip.tasks import language_models, models
-from powergossip.tasks.task_options import defaults
+from powergossip.tasks.option_checks import defaults
 
 
 def size(model: nn.Module) -> int:

@@ -14,7 +14,7 @@ import train
 from powergossip.algorithms import AVERAGING
 from powergossip.algorithms.aggregation import AGGREGATIONS
 from powergossip.algorithms.learning import LEARNING
-from powergossip.benchmark import program
+from powergossip.benchmark import entry_runs
 from powergossip.benchmark.tasks import TASKS
 from powergossip.compressors import COMPRESSORS
 from powergossip.errors import BadInput
@@ -253,4 +253,4 @@ def test_optimizers_and_the_benchmark_have_named_rows(module: Callable[..., str]
     assert (method.averaging, method.options) == (f"{name}:Own", {"weight": 0.3})
     setting = {"optimizer": f"{name}:Own", "optimizer_weight": 0.3, "topology": f"{name}:wheel"}
     for task in ("consensus_random", "fashion_mnist_same"):
-        program.check(TASKS[task], "quick", setting)
+        entry_runs.check(TASKS[task], "quick", setting)

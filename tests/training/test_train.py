@@ -24,11 +24,11 @@ import train
 from powergossip import tasks
 from powergossip.errors import BadInput
 from powergossip.network import Network, processes
-from powergossip.runs import metrics, tables
+from powergossip.runs import metrics, summaries
 from powergossip.runs.metrics import Hooks
 from powergossip.tasks import models
 from powergossip.tasks.task import Batch, Split
-from powergossip.training import recorder
+from powergossip.training import run_folder
 from powergossip.training.trainer import Trainer
 from tests.harness import launch
 from tests.harness.training import TINY, after_steps, built, reproducible, select, trained, value
@@ -573,7 +573,7 @@ def test_main_leaves_a_run_that_can_be_repeated_from_its_config(
     rows = metrics.load(first)
     table = capsys.readouterr().out
     assert f"{value(rows, 'accuracy', split='test_avg'):.2%}" in table
-    assert tables.summary(rows) in table
+    assert summaries.summary(rows) in table
     assert str(first / "figure.png") in table
     assert (first / "figure.png").read_bytes().startswith(b"\x89PNG")
     info = json.loads((first / "info.json").read_text())
@@ -588,7 +588,7 @@ def test_main_leaves_a_run_that_can_be_repeated_from_its_config(
 @pytest.fixture
 def without_report(monkeypatch: pytest.MonkeyPatch) -> None:
     """A table and a figure take longer than these runs."""
-    monkeypatch.setattr(recorder, "report", lambda *_: None)
+    monkeypatch.setattr(run_folder, "report", lambda *_: None)
 
 
 @pytest.mark.usefixtures("without_report")

@@ -8,7 +8,7 @@ from typing import Any
 from powergossip import checks
 from powergossip import options as _options
 from powergossip.algorithms.averaging import Averaging, Kind, kind_of
-from powergossip.algorithms.compressed import ChocoGossip
+from powergossip.algorithms.compressed_gossip import ChocoGossip
 from powergossip.algorithms.learning.accelerated import A2CiD2
 from powergossip.algorithms.learning.dpsgd import DPSGD
 from powergossip.algorithms.learning.exact_diffusion import ExactDiffusion

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from powergossip import checks, topologies
 from powergossip.algorithms.averaging import Averaging, Kind
-from powergossip.algorithms.compressed import ChocoGossip
+from powergossip.algorithms.compressed_gossip import ChocoGossip
 from powergossip.algorithms.learning.gossip_rule import (
     WITHOUT_COPIES,
     GossipRule,

@@ -1,7 +1,7 @@
 """Averaging with compressed messages, and with messages modulo a bound.
 
 On a CPU, compiled loops do the same arithmetic in fewer passes over memory, where there are some
-for the compressor. See compiled.py.
+for the compressor. See compiled_compression.py.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from powergossip import checks, randomness
-from powergossip.algorithms import compiled
+from powergossip.algorithms import compiled_compression
 from powergossip.algorithms.averaging import Kind, Rate, Saved, column
 from powergossip.compressors import QSGD, BySize, Codec, pack, packed_size, unpack
 from powergossip.network import Conversation, Network, ToAll
@@ -100,8 +100,8 @@ class ChocoGossip(Saved):
         self._steps = 0
 
     @cached_property
-    def _loops(self) -> compiled.Loops | None:
-        return compiled.loops(self._network, self.codec) if self._published else None
+    def _loops(self) -> compiled_compression.Loops | None:
+        return compiled_compression.loops(self._network, self.codec) if self._published else None
 
     def step(self, x: Tensor) -> Conversation:
         """One step of Algorithm 1."""
@@ -160,7 +160,7 @@ class ChocoGossip(Saved):
         if self._rate_of_elements is not None:
             out.mul_(self._rate_of_elements)
 
-    def _compiled_step(self, loops: compiled.Loops, x: Tensor) -> Conversation:
+    def _compiled_step(self, loops: compiled_compression.Loops, x: Tensor) -> Conversation:
         """The same. Where all q have the same positions, the sum is updated there only."""
         copies = self.public, self.publics
         if self._flow is None:
@@ -214,8 +214,8 @@ class DeepSqueeze(Saved):
         self._steps = 0
 
     @cached_property
-    def _loops(self) -> compiled.Loops | None:
-        return compiled.loops(self._network, self.codec)
+    def _loops(self) -> compiled_compression.Loops | None:
+        return compiled_compression.loops(self._network, self.codec)
 
     def step(self, x: Tensor) -> Conversation:
         """One step of Algorithm 1."""
@@ -291,8 +291,12 @@ class Moniqua(Saved):
         self._c = torch.zeros(shape, dtype=torch.int8, device=device)
 
     @cached_property
-    def _loops(self) -> compiled.MoniquaLoops | None:
-        return compiled.moniqua_loops(self._network) if self._layout.shards is None else None
+    def _loops(self) -> compiled_compression.MoniquaLoops | None:
+        return (
+            compiled_compression.moniqua_loops(self._network)
+            if self._layout.shards is None
+            else None
+        )
 
     @cached_property
     def _scratch(self) -> tuple[Tensor, ...]:

@@ -1,6 +1,6 @@
 """The runs of an entry on a task: tuning, or the chosen setting with the seeds of the comparison.
 
-    python -m powergossip.benchmark.program method=FILE task=NAME tier=quick stage=tuning …
+    python -m powergossip.benchmark.entry_runs method=FILE task=NAME tier=quick stage=tuning …
 
 The experiment runner starts it. It writes result.json into its folder.
 """

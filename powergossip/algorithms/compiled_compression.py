@@ -227,7 +227,7 @@ def moniqua_loops(network: Network) -> "MoniquaLoops | None":
 
 
 class MoniquaLoops:
-    """The compiled loops of Moniqua. Symbols as in compressed.py, x as above."""
+    """The compiled loops of Moniqua. Symbols as in compressed_gossip.py, x as above."""
 
     def __init__(self, library: kernels.Kernels):
         self._encode = kernels.function(library, "moniqua_encode", "iiuupippp")

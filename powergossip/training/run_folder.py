@@ -8,7 +8,7 @@ from typing import Any
 
 from powergossip.errors import CannotWrite, Dropped, Interrupted, PeerLost, Stopped
 from powergossip.formatting import prefixed
-from powergossip.runs import configuration, figures, metrics, output, tables
+from powergossip.runs import configuration, figures, metrics, output, summaries
 from powergossip.runs.checkpoints import Checkpoints
 from powergossip.runs.files import FIGURE, SAMPLE
 from powergossip.runs.metrics import Hooks, Row
@@ -185,7 +185,7 @@ def report(folder: Path, verbosity: int, metric: str, time_is_virtual: bool, sen
         figures.figure(rows, figure, metric, sender)
     except OSError as error:
         raise CannotWrite(f"{figure}: {error.strerror or error}; rows are kept") from error
-    table = tables.summary(rows, time_is_virtual, sender)
+    table = summaries.summary(rows, time_is_virtual, sender)
     print(f"\n{table}\n\nrows: {folder / metrics.FILE}\nfigure: {figure}")
 
 
@@ -226,6 +226,6 @@ def evaluate(run: NewRun, hooks: Hooks) -> None:
         print(
             f"The {run.config.checkpoint} checkpoint of {run.evaluated}, after step {trainer.step}"
         )
-        print(tables.summary(metrics.frame(rows), trainer.execution.time_is_virtual))
+        print(summaries.summary(metrics.frame(rows), trainer.execution.time_is_virtual))
         _show_sample(trainer)
         _show_defect(trainer)
