@@ -77,7 +77,7 @@ test-changed: setup ## those for one process that import what differs from SINCE
 test-scripts: PROCESSES :=
 test-scripts: GLOO :=
 test-scripts: chosen := $(scripts)
-test-scripts: setup ## the tests of experiments, benchmarks, documents, images and scripts
+test-scripts: setup ## the tests of experiments, benchmarks, documents and scripts
 	@$(call run_tests,parallel[match] and not slow)
 
 test-all: PROCESSES += 3 8

@@ -1,7 +1,7 @@
 """Experiments: configurations and a report of their rows, in a file per question.
 
-The command line is in __main__.py, the machinery in runner.py. A new experiment is a file and a row
-in `EXPERIMENTS`.
+The command line is in __main__.py, the machinery in powergossip/runner. A new experiment is a file
+and a row in `EXPERIMENTS`.
 """
 
 from experiments import (

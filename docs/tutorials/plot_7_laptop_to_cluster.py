@@ -119,4 +119,4 @@ plt.show()
 #     sbatch environment/slurm/train.sbatch topology=torus
 #     torchrun --nnodes 2 --nproc-per-node 4 --rdzv-endpoint first:29500 train.py
 #
-# `GPUs, Slurm and containers <../clusters.html>`_, `torchrun, gloo and NCCL <../torchrun.html>`_.
+# `Clusters, GPUs, Slurm <../clusters.html>`_, `torchrun, gloo and NCCL <../torchrun.html>`_.

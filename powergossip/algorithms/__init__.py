@@ -5,7 +5,7 @@ communication itself: it yields messages and is resumed with the received ones (
 
     averaging.py      the interface
     plain.py          without compression: plain gossip, SPARTA, all-reduce, Chebyshev, …
-    compressed_gossip.py  CHOCO-Gossip, DeepSqueeze, Moniqua
+    compressed_gossip.py     CHOCO-Gossip, DeepSqueeze, Moniqua
     compiled_compression.py  their compiled loops
     push_sum.py       push-sum, for directed graphs
     quantized_mean.py   all-reduce in few bits

@@ -8,7 +8,7 @@
 - images.py, augmentation.py, models.py: image classification, random crops, image models.
 - texts.py, language_models.py: texts as word indices, language models.
 - text.py, documents.py, tokenizers.py: language modeling on documents, their files and tokens.
-- data_files.py, idx.py: finding, downloading, verifying and reading the files of a data set.
+- data_files.py, idx.py: finding, downloading and reading the files of a data set.
 - shards.py: the samples of each worker, IID or non-IID.
 - option_checks.py, modules.py: options of single tasks, construction of models.
 

@@ -1,4 +1,4 @@
-"""Data files: search, download.
+"""Data files: search and download.
 
 The files of a task are searched for in `data_dir`. Without it, they are searched for in $DATA, in
 places specific to the task (such as a package of the distribution) and in the user's cache.

@@ -2,7 +2,6 @@
 
 import re
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +27,11 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def saved(
-    folder: str | Path,
-    name: str,
-    *means: float,
-    tasks: Sequence[str] = ("text_same",),
-    tier: str = QUICK,
-) -> Path:
-    """A file with results of some tasks."""
+def saved(folder: str | Path, name: str, *means: float) -> Path:
+    """A file with results of a task."""
     found = result(*means, tried=[{"setting": {}, "score": 0.5}])
     entry = entries.Entry(name, "", {})
-    return results.save(entry, tier, dict.fromkeys(tasks, found), Path(folder))
+    return results.save(entry, QUICK, {"text_same": found}, Path(folder))
 
 
 # --- show -----------------------------------------------------------------------------------------

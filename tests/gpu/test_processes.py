@@ -17,10 +17,10 @@ pytestmark = pytest.mark.gpu
 PROGRAM = Path(launch.__file__).with_name("gpu_processes.py")
 
 
-def ended(program: str, *arguments: str, processes: int) -> dict[str, Any]:
+def ended(*arguments: str, processes: int) -> dict[str, Any]:
     """The JSON line with which processes of torchrun's end."""
     found = launch.python(
-        *(str(PROGRAM.with_name(program)), *arguments),
+        *(str(PROGRAM), *arguments),
         processes=processes,
         launcher="torchrun",
         timeout=130,
@@ -40,5 +40,5 @@ def test_processes_are_one_process_on_the_cpu(transport: str, device: torch.devi
         if gpus == 0:
             pytest.skip("NCCL needs a GPU for each process")
         count = max(n for n in range(1, gpus + 1) if WORKERS % n == 0)
-    wrong = ended(PROGRAM.name, transport, device.type, processes=count)
+    wrong = ended(transport, device.type, processes=count)
     assert not wrong, wrong
