@@ -357,6 +357,17 @@ def test_a_learning_rule_of_a_script_has_any_local_optimizer_and_many_local_step
         check_method(c, Network(make("ring", 4), ALONE))
 
 
+def test_a_learning_rule_is_tried_before_exchanges_by_edges_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(LEARNING, "mine", Copies)
+    scenario = {"seconds_per_step": 0.1}
+    c = settings(optimizer="dpsgd", learning="mine", gossip="asynchronous", scenario=scenario)
+    assert c.by_edges
+    with pytest.raises(ValueError, match="does not use the messages"):
+        check_method(c, Network(make("ring", 4), ALONE))
+
+
 @pytest.mark.parametrize("name", [*AVERAGING, *AGGREGATIONS, *LEARNING])
 def test_methods_of_the_library_pass(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     keys: dict[str, Any] = {"optimizer": name}
