@@ -57,16 +57,16 @@ output_dir: str | None = None  # None: a new dated folder under output/
 
 def log_metric(name: str, values: Mapping[str, float], tags: Mapping[str, Any]) -> None:
     """A measurement. values: value, epoch, bits and messages (sent by worker 0), seconds."""
-    from powergossip.training import run_folder
+    from powergossip.training import recorder
 
-    run_folder.write_row(name, values, tags)
+    recorder.write_row(name, values, tags)
 
 
 def log_info(info: Mapping[str, Any]) -> None:
     """Facts about the run, such as {"state.progress": 0.5}; saved in OUTPUT_DIR/info.json."""
-    from powergossip.training import run_folder
+    from powergossip.training import recorder
 
-    run_folder.write_facts(info)
+    recorder.write_facts(info)
 
 
 def log_runtime(label: str, mean: float, std: float, instances: int) -> None:
@@ -98,7 +98,7 @@ def main(arguments: list[str] | None = None) -> Path:
         from powergossip.exits import exit_is_an_error
         from powergossip.network import torch_kept
         from powergossip.runs.metrics import Hooks
-        from powergossip.training import run_folder
+        from powergossip.training import recorder
         from powergossip.training.start import begin
 
     # The hooks, as they are when a measurement is made.
@@ -110,9 +110,9 @@ def main(arguments: list[str] | None = None) -> Path:
     with torch_kept(), exit_is_an_error():
         run = begin(request)
         if run.config.evaluate_only:
-            run_folder.evaluate(run, hooks)
+            recorder.evaluate(run, hooks)
             return run.evaluated
-        record = run_folder.Recorder(run, hooks, __file__)
+        record = recorder.Recorder(run, hooks, __file__)
         trainer = run.trainer(record.hooks)
         with record.recording(trainer):
             saved = record.checkpoints(trainer)

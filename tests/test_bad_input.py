@@ -150,7 +150,7 @@ import json
 from omegaconf import OmegaConf
 import train
 from powergossip import errors, network
-from powergossip.training import run_folder
+from powergossip.training import recorder
 
 messages, rank = [], network.processes().rank
 for arguments in json.load(open("bad_input.json")):
@@ -168,7 +168,7 @@ calls = []
 train.log_metric = lambda *arguments: calls.append("metric")
 train.log_info = lambda *arguments: calls.append("info")
 train.log_runtime = lambda *arguments: calls.append("runtime")
-run_folder.report = lambda *_: calls.append("report")
+recorder.report = lambda *_: calls.append("report")
 train.config, train.output_dir = OmegaConf.structured(train.Config), "good"
 train.main(TINY)
 json.dump(sorted(set(calls)), open(f"calls-{rank}.json", "w"))

@@ -5,7 +5,7 @@ step is. `learning.CentralizedSGD` makes a learning rule of an aggregation.
 
 To add one, write its class and its row in `AGGREGATIONS`, where train.py and the laws of
 tests/algorithms/test_centralized.py find it. A row is called with the network and the layout. Its
-other parameters are its options (see powergossip.options).
+other parameters are its options (see powergossip.registry_options).
 
 Axes: worker (hosted here); D parameters of a worker.
 """
@@ -14,7 +14,8 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from powergossip import compressors, options
+from powergossip import compressors
+from powergossip import registry_options as options
 from powergossip.algorithms import chunked, dgc, power_sgd, sign_sgd
 from powergossip.algorithms.averaging import Aggregation as Aggregation
 from powergossip.algorithms.error_feedback import ErrorFeedback

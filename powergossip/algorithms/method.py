@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from powergossip import checks, compressors
-from powergossip import options as _options
+from powergossip import registry_options as _options
 from powergossip.algorithms import aggregation, rates, registry, torch_powersgd
 from powergossip.algorithms import learning as learning_rules
 from powergossip.algorithms.aggregation import Aggregation
@@ -51,7 +51,7 @@ def import_rows(
         keys: Keys of the three names, for errors.
 
     Raises:
-        ValueError: See `options.import_row`.
+        ValueError: See `registry_options.import_row`.
     """
     if averaging not in aggregation.AGGREGATIONS:
         rows = registry.AVERAGING

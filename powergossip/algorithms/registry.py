@@ -7,7 +7,7 @@ from inspect import Parameter
 from typing import Any
 
 from powergossip import checks, compressors
-from powergossip import options as _options
+from powergossip import registry_options as _options
 from powergossip.algorithms import rates
 from powergossip.algorithms.averaging import Averaging, Rate
 from powergossip.algorithms.compressed_gossip import ChocoGossip, DeepSqueeze, Moniqua

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from powergossip import options
+from powergossip import registry_options as options
 from powergossip.algorithms import aggregation, registry
 from powergossip.algorithms.aggregation import Aggregation
 from powergossip.algorithms.averaging import Averaging

@@ -20,7 +20,8 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 import train
-from powergossip import __version__, algorithms, options
+from powergossip import __version__, algorithms
+from powergossip import registry_options as options
 from powergossip.algorithms import aggregation, trials
 from powergossip.algorithms.method import Method, import_rows, parameters
 from powergossip.atomic_files import write_atomically

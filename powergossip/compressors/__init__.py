@@ -55,7 +55,7 @@ contraction, E‖v − C(v)‖² ≤ (1 − δ)‖v‖²).
 
 from typing import Any
 
-from powergossip import options as _options
+from powergossip import registry_options as _options
 from powergossip.compressors.chunked import ChunkTopK, chunk_shape
 from powergossip.compressors.codec import Codec, matrices, size
 from powergossip.compressors.compressor import (

@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from powergossip import options, randomness
+from powergossip import randomness
+from powergossip import registry_options as options
 from powergossip.compressors.compressor import (
     BySize,
     Compressor,

@@ -1,32 +1,25 @@
-"""Checks of the configuration of gossip_run.py, and the grids of its algorithms."""
+"""Checks of the configuration of gossip_run.py."""
 
 from collections.abc import Mapping
-from itertools import product
 from typing import Any
 
-import numpy as np
 from omegaconf import DictConfig
 
-from powergossip import checks, options, user_functions
-from powergossip.algorithms import AVERAGING, rates
+from powergossip import checks, user_functions
+from powergossip import registry_options as options
+from powergossip.algorithms import AVERAGING
 from powergossip.algorithms.method import import_rows, parameters
 from powergossip.checks import BadValue
 from powergossip.consensus.config import Settings
 from powergossip.consensus.data import DATA
+from powergossip.consensus.grids import OTHERS, RANGE_MIN
 from powergossip.consensus.methods import ALGORITHMS, ConsensusMethod
 from powergossip.network import Processes
 from powergossip.network import hosted_workers as hosted
 from powergossip.runs.configuration import OPTION, plain
-from powergossip.topologies import Topology
 
-Setting = dict[str, float]  # option → value, a point of an algorithm's grid
-
-# Of the grids of diffusion rates, where the configuration has null. As published.
-_NUM_SAMPLES = 20
-_RANGE_MIN = 1e-4
 _MOST_SAMPLES = 1000  # of a rate or theta
 _MOST_ROWS = 2**15  # an element has 4 bytes, and its position 31 bits
-OTHERS = "others"  # the other algorithms, in a mapping num_steps
 
 
 def checked(config: DictConfig, processes: Processes) -> Settings:
@@ -54,7 +47,7 @@ def checked(config: DictConfig, processes: Processes) -> Settings:
     for kind in ("hyperparameter", "theta"):
         low, high = f"{kind}_range_min", f"{kind}_range_max"
         least, most = values[low], values[high]
-        least = _RANGE_MIN if least is None else least
+        least = RANGE_MIN if least is None else least
         checks.positive(high, most)
         checks.positive(low, least)
         checks.check(low, least, least <= most, f"at most {high}={most}")
@@ -121,33 +114,3 @@ def _check_num_steps(value: Any) -> None:
     for number in steps:
         ok = isinstance(number, int) and not isinstance(number, bool) and number >= 1
         checks.check("num_steps", value, ok, accepted)
-
-
-def num_steps(c: Settings, name: str) -> int:
-    """The number of steps of an algorithm."""
-    steps = c.num_steps
-    if isinstance(steps, dict):
-        steps = steps.get(name, steps.get(OTHERS))
-    return ALGORITHMS[name].num_steps if steps is None else int(steps)
-
-
-def grid(c: Settings, method: ConsensusMethod, topology: Topology) -> list[Setting]:
-    """All settings of an algorithm. Raises BadValue for diffusion_rate=auto without a spectrum."""
-    points = {"diffusion_rate": _diffusion_rates(c, method, topology)}
-    if "theta" in method.grid:
-        theta = np.geomspace(c.theta_range_min, c.theta_range_max, c.theta_num_samples)
-        points["theta"] = theta.tolist()
-    return [dict(zip(points, values, strict=True)) for values in product(*points.values())]
-
-
-def _diffusion_rates(c: Settings, method: ConsensusMethod, topology: Topology) -> list[float]:
-    if c.diffusion_rate is not None:
-        return [rates.best(topology) if c.diffusion_rate == rates.AUTO else float(c.diffusion_rate)]
-    count, low = c.hyperparameter_num_samples, c.hyperparameter_range_min
-    high = c.hyperparameter_range_max
-    specified = count is not None or low is not None
-    if "diffusion_rate" not in method.grid or not (method.needs_grid or specified):
-        return [high]
-    if "theta" in method.grid:
-        count = c.moniqua_num_samples or count
-    return np.geomspace(low or _RANGE_MIN, high, count or _NUM_SAMPLES).tolist()

@@ -19,8 +19,9 @@ from powergossip import algorithms, checks, compressors, kernels, topologies
 from powergossip.algorithms import trials
 from powergossip.algorithms.rates import AUTO
 from powergossip.checks import BadValue
-from powergossip.consensus.config_checks import Setting, checked, grid, num_steps
+from powergossip.consensus.config_checks import checked
 from powergossip.consensus.data import DATA, Matrices
+from powergossip.consensus.grids import Setting, grid, num_steps
 from powergossip.consensus.methods import ALGORITHMS
 from powergossip.network import Network, Processes, choose_device
 from powergossip.network import hosted_workers as hosted

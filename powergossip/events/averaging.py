@@ -32,7 +32,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from powergossip import options, randomness, topologies
+from powergossip import randomness, topologies
+from powergossip import registry_options as options
 from powergossip.algorithms import registry
 from powergossip.algorithms.averaging import Kind, Stateless
 from powergossip.algorithms.directions import Side

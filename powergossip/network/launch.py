@@ -198,20 +198,20 @@ def _by_torch(
     backend: str, torchrun: bool, file: str | None, rank: int, size: int
 ) -> Processes | None:
     """The processes of torch.distributed, or None if there is one only."""
-    from powergossip.network.torch import groups
+    from powergossip.network.torch import rendezvous
 
     if dist.is_initialized() or torchrun or all(name in os.environ for name in launcher.RENDEZVOUS):
-        return _group_processes(groups.group_of_launcher(), backend)
+        return _group_processes(rendezvous.group_of_launcher(), backend)
     if file is not None:
         if not 0 <= rank < size:
             raise BadInput(f"rank={rank}: use 0 to {size - 1} for n_workers={size} processes")
         method = f"file://{Path(file).absolute()}"
-        group = groups.start_group(init_method=method, rank=rank, world_size=size)
+        group = rendezvous.start_group(init_method=method, rank=rank, world_size=size)
         return _group_processes(group, backend)
     mpi_processes = _by_mpi(backend)
     if mpi_processes is None:
         return None
-    return _group_processes(groups.group_under_mpi(mpi_processes), backend)
+    return _group_processes(rendezvous.group_under_mpi(mpi_processes), backend)
 
 
 def _by_ticket(

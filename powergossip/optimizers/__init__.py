@@ -12,10 +12,10 @@ from powergossip.algorithms.dgc import DGCConfig as DGCConfig
 from powergossip.algorithms.error_feedback import ErrorFeedbackConfig as ErrorFeedbackConfig
 from powergossip.algorithms.power_sgd import PowerSGDConfig as Config
 from powergossip.algorithms.sign_sgd import SignSGDConfig as SignSGDConfig
-from powergossip.optimizers.ddp_hook import GossipState, gossip_hook
 from powergossip.optimizers.dgc import DGC, DGCSGD
 from powergossip.optimizers.error_feedback import ErrorFeedback
 from powergossip.optimizers.gossip import GossipOptimizer
+from powergossip.optimizers.gossip_hook import GossipState, gossip_hook
 from powergossip.optimizers.gradients import Aggregator, optimizer_step
 from powergossip.optimizers.power_sgd import PowerSGD
 from powergossip.optimizers.sign_sgd import SignSGD

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from powergossip import algorithms, checks, options, randomness, topologies
+from powergossip import algorithms, checks, randomness, topologies
+from powergossip import registry_options as options
 from powergossip.algorithms import learning as learning_rules
 from powergossip.algorithms import trials
 from powergossip.algorithms.averaging import Averaging

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from powergossip.options import colon_hint
+from powergossip.registry_options import colon_hint
 from powergossip.user_functions import Named
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from powergossip import checks
-from powergossip.options import are_of_library, check, import_row
+from powergossip.registry_options import are_of_library, check, import_row
 from powergossip.topologies.graph_files import from_file, is_path
 from powergossip.topologies.static import (
     UNDIRECTED,

@@ -10,6 +10,7 @@ Modules::
     schedule.py           learning rate of a step
     edge_options.py       accepted configurations with late messages or lost workers
     asynchronous/         training by exchanges of edges: in processes, or on the virtual clock
+    recorder.py           the output folder of a run: rows, checkpoints, table and figure
     evaluation.py         metrics of the workers' models and of their mean
     measurements.py       rows for the hooks, divergence
 """

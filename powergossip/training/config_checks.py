@@ -1,7 +1,7 @@
 """The keys of train.Config: accepted values, and the options of the chosen method.
 
 A key `optimizer_X` is the option X of the method `optimizer`. A method has the options of its row
-(see powergossip.options), so a new option needs no line here. null stands for the default.
+(see powergossip.registry_options), so a new option needs no line here. null stands for the default.
 """
 
 import math
@@ -13,7 +13,8 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from powergossip import algorithms, checks, options, tasks, ulfm
+from powergossip import algorithms, checks, tasks, ulfm
+from powergossip import registry_options as options
 from powergossip.algorithms import aggregation, learning, method, torch_powersgd
 from powergossip.algorithms.method import Method
 from powergossip.network import BACKENDS, Processes

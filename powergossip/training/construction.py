@@ -11,7 +11,7 @@ from powergossip.network.processes import OF_FILES
 from powergossip.parameters import Parameters
 from powergossip.runs import configuration
 from powergossip.runs.clock import Clock
-from powergossip.training import precision
+from powergossip.training import compilation, precision
 from powergossip.training.config import Settings
 from powergossip.training.ending import Agreement
 from powergossip.training.execution import AtRest, Computation, Execution, Together
@@ -99,7 +99,7 @@ def build(c: Settings, processes: Processes, task: tasks.Task | None) -> Built:
             c.method.warn_of_rate(network, parameters.layout)
         warn_of_rank(c, network, parameters)
         if c.torch_compile and not c.evaluate_only:
-            precision.compile_models(models)
+            compilation.compile_models(models)
         gradients = Gradients(c, network, task, parameters, clock, agreement)
         run = Computation(
             c, network, task, parameters, gradients, agreement, clock, steps_per_epoch
@@ -126,7 +126,7 @@ def make_network(c: Settings, processes: Processes, measure: Clock) -> Network:
     topology = topologies.make(c.topology, c.n_workers, seed=c.seed, options=c.topology_options)
     device = choose_device(c.device, processes.local_rank)
     if c.torch_compile and not c.evaluate_only:
-        precision.check_compiler(device)
+        compilation.check_compiler(device)
     stage, losses = {"on": False, "off": True, "auto": None}[c.cuda_aware], None
     if c.one_way:
         from powergossip.training.edge_options import losses_of

@@ -13,9 +13,9 @@ from powergossip.network.collectives import all_reduce_cost
 from powergossip.parameters import Parameters
 from powergossip.tasks import MainMetric, Split, Task, main_metric
 from powergossip.training.config import Settings
+from powergossip.training.final_merge import recalibrate
 from powergossip.training.live_models import AliveWorkers
 from powergossip.training.measurements import Rows, check_finite
-from powergossip.training.merging import recalibrate
 
 # Values of each worker by kind and name: float64 [worker], first of the hosted ones, then of all n.
 # The kind is "batches", "squares", a split, or the tag of the mean model's rows on a split.

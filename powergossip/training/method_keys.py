@@ -1,8 +1,9 @@
 """The keys optimizer_X of train.py, for the option X of a method, and the defaults of tasks.
 
 They are read in the sources of the registries and their rows: types and defaults in parameters or
-the fields of a dataclass (see powergossip.options), meanings in the section Args of a docstring.
-An import of the rows would import torch. Tests compare what is read with the imported rows.
+the fields of a dataclass (see powergossip.registry_options), meanings in the section Args of their
+docstrings. An import of the rows would import torch. Tests compare what is read with the imported
+rows.
 """
 
 import ast

@@ -5,7 +5,8 @@ from functools import partial
 from math import ceil
 from typing import Any, NamedTuple
 
-from powergossip import algorithms, checks, options
+from powergossip import algorithms, checks
+from powergossip import registry_options as options
 from powergossip.algorithms import aggregation, learning, torch_powersgd, trials
 from powergossip.algorithms.method import SMALL
 from powergossip.network import Network

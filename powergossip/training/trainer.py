@@ -14,12 +14,12 @@ from powergossip.runs.checkpoints import Checkpoints
 from powergossip.runs.metrics import Hooks
 from powergossip.runs.progress import Progress
 from powergossip.runs.signals import Signals
-from powergossip.training import construction, facts, precision, resizing
+from powergossip.training import compilation, construction, facts, resizing
 from powergossip.training.config import Settings
 from powergossip.training.ending import PATIENCE, interrupted
 from powergossip.training.evaluation import Evaluation
+from powergossip.training.final_merge import merge
 from powergossip.training.measurements import log_phases, log_skipped
-from powergossip.training.merging import merge
 from powergossip.training.methods import diffusion_rate
 from powergossip.training.position import Position
 from powergossip.training.resuming import load_checkpoint
@@ -147,7 +147,7 @@ class Trainer:
                         missing = self.execution.missing
                         raise interrupted(moment.signal, self.step, epoch + 1, missing)
                 if c.final_merge and epoch + 1 == c.num_epochs:
-                    with self.clock("averaging"), precision.not_compiled(c.torch_compile):
+                    with self.clock("averaging"), compilation.not_compiled(c.torch_compile):
                         merge(self._built.run)
                 score = self._end_epoch(epoch + 1, position.sums, bar)
                 position = Position(epoch + 1)
@@ -187,7 +187,7 @@ class Trainer:
         if epoch % c.evaluation_interval == 0 or epoch == c.num_epochs:
             if self.execution.view.varies:
                 self.rows("workers", len(self.execution.view.alive), epoch)
-            with self.clock("evaluation"), precision.not_compiled(c.torch_compile):
+            with self.clock("evaluation"), compilation.not_compiled(c.torch_compile):
                 shown, score = self.evaluation(epoch, self.step, sums)
             bar.note(shown)
             if c.log_verbosity > 1 and self.processes.writes:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from powergossip import options as rows
+from powergossip import registry_options as rows
 from powergossip import topologies
 from powergossip.algorithms import aggregation as aggregations
 from powergossip.algorithms.aggregation import AGGREGATIONS, OF_LOCAL_STEPS

@@ -19,7 +19,7 @@ from powergossip.algorithms import learning, torch_powersgd
 from powergossip.algorithms.torch_powersgd import HOOKS, DDPHook
 from powergossip.errors import BadInput
 from powergossip.network import Network, Processes, processes, torch_group
-from powergossip.network.torch import groups
+from powergossip.network.torch import rendezvous
 from powergossip.parameters import Parameters
 from powergossip.randomness import generator
 from powergossip.training.config_checks import checked
@@ -355,12 +355,12 @@ def test_the_process_group_is_made_once_and_anew_for_other_processes() -> None:
 
 
 def test_a_process_group_of_someone_else_is_used_or_refused(tmp_path: Any) -> None:
-    groups.end()
+    rendezvous.end()
     store = dist.FileStore(str(tmp_path / "store"), 1)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         torch_group(Processes(), torch.device("cpu"))
-        groups.end()
+        rendezvous.end()
         assert dist.is_initialized(), "it is not ours to take down"
         two = Processes()
         two.size = 2

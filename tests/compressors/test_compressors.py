@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from powergossip import compressors, randomness
-from powergossip import options as _options
+from powergossip import registry_options as _options
 from powergossip.compressors import (
     COMPRESSORS,
     QSGD,

@@ -35,7 +35,8 @@ import networkx as nx
 import torch
 from torch import Tensor
 
-from powergossip import algorithms, compressors, options, topologies
+from powergossip import algorithms, compressors, topologies
+from powergossip import registry_options as options
 from powergossip.algorithms import learning
 from powergossip.formatting import markdown
 from powergossip.network import Network, Processes

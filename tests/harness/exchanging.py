@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from powergossip import algorithms
-from powergossip import options as _options
+from powergossip import registry_options as _options
 from powergossip.algorithms import learning as rules
 from powergossip.events import averaging, scenario
 from powergossip.events.members import Members, View, Weights

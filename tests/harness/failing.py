@@ -50,7 +50,7 @@ from powergossip.network.internet.wire import InternetWire
 from powergossip.network.resilient.messages import MPIWire
 from powergossip.runs import checkpoints, configuration
 from powergossip.runs.metrics import MetricsLog
-from powergossip.training import construction, run_folder
+from powergossip.training import construction, recorder
 from powergossip.training.asynchronous.workers import EdgeWorkers
 from powergossip.training.evaluation import Evaluation
 from powergossip.training.execution import Together
@@ -163,7 +163,7 @@ checkpoints.Checkpoints.save = with_calls(  # type: ignore[method-assign]
 )
 Trainer.__init__ = with_making(Trainer.__init__)  # type: ignore[method-assign]
 if not plan.get("report", True):
-    run_folder.report = lambda *_: None
+    recorder.report = lambda *_: None
 for wire in (MPIWire, InternetWire):
     before(wire, "send", "message", first=0)
 before(checkpoints, "write_part", "save", half=lambda path, *_: path.write_bytes(b"half"))
@@ -172,7 +172,7 @@ before(MetricsLog, "write", "row", half=half_a_row)
 before(Trainer, "end", "end")
 before(Evaluation, "__call__", "evaluate")
 before(construction, "make_task", "load")
-before(run_folder, "report", "figure")
+before(recorder, "report", "figure")
 if "dump" in plan:
     faulthandler.dump_traceback_later(plan["dump"], file=open(log, "a"))  # noqa: SIM115
 if process in plan.get("files", {}):

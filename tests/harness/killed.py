@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 
 import train
 from powergossip.runs import checkpoints
-from powergossip.training import run_folder
+from powergossip.training import recorder
 from powergossip.training.execution import Together
 
 
@@ -32,7 +32,7 @@ def run(folder: Path, changes: dict[str, Any]) -> None:
     with (
         patch.object(train, "config", config),
         patch.object(train, "output_dir", str(folder)),
-        patch.object(run_folder, "report"),
+        patch.object(recorder, "report"),
     ):
         train.main()
 

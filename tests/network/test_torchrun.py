@@ -40,7 +40,7 @@ from powergossip.network import (
 )
 from powergossip.network.device_channel import Connection
 from powergossip.network.processes import in_parts
-from powergossip.network.torch import channels, groups
+from powergossip.network.torch import channels, rendezvous
 from powergossip.network.torch.channels import GlooChannel, NCCLChannel, Waiters
 from powergossip.network.torch.processes import GroupProcesses
 from powergossip.runs.checkpoints import Checkpoints
@@ -64,9 +64,9 @@ DRIVER = """
 import json, sys, warnings
 import gossip_run, train
 from powergossip.runs import configuration
-from powergossip.training import run_folder
+from powergossip.training import recorder
 warnings.simplefilter("ignore")
-run_folder.report = lambda *_: None  # a table and a figure take longer than these runs
+recorder.report = lambda *_: None  # a table and a figure take longer than these runs
 
 def main(arguments):
     for name, asked in json.loads(arguments[1]).items():
@@ -254,11 +254,11 @@ def test_an_interface_that_is_not_here_is_one_sentence_of_its_host(
 
 def test_a_process_that_waits_for_others_says_where(monkeypatch: pytest.MonkeyPatch) -> None:
     """And one that finds no interface to others for the host's name takes the default route's."""
-    monkeypatch.delenv(groups.GLOO, raising=False)
+    monkeypatch.delenv(rendezvous.GLOO, raising=False)
     monkeypatch.setenv("MASTER_ADDR", "here")
     monkeypatch.setenv("MASTER_PORT", "7")
-    monkeypatch.setattr(groups, "address_of", {"here": "127.0.1.1"}.get)
-    monkeypatch.setattr(groups, "interface_towards", {groups.ANYWHERE: "lo"}.get)
+    monkeypatch.setattr(rendezvous, "address_of", {"here": "127.0.1.1"}.get)
+    monkeypatch.setattr(rendezvous, "interface_towards", {rendezvous.ANYWHERE: "lo"}.get)
 
     def refuse(*_: Any, **__: Any) -> None:
         raise RuntimeError("refused\nat a line")
@@ -269,13 +269,13 @@ def test_a_process_that_waits_for_others_says_where(monkeypatch: pytest.MonkeyPa
 
     said: list[str] = []
     monkeypatch.setattr(standstill, "waiting", waiting)
-    monkeypatch.setattr(groups.dist, "init_process_group", refuse)
+    monkeypatch.setattr(rendezvous.dist, "init_process_group", refuse)
     with pytest.raises(BadInput, match=r"^no connection \(refused\); tried .*") as found:
-        groups.start_group()
+        rendezvous.start_group()
     assert len(said) == 1
     for text in (*said, str(found.value)):
         assert "MASTER_ADDR=here (127.0.1.1, this host alone), MASTER_PORT=7, interface lo" in text
-    monkeypatch.delenv(groups.GLOO)
+    monkeypatch.delenv(rendezvous.GLOO)
 
 
 def test_a_process_that_is_lost_at_the_end_is_reported_as_before(
@@ -546,7 +546,7 @@ def group_of_all() -> GroupProcesses:
     if isinstance(processes(), GroupProcesses):
         return processes()  # type: ignore[return-value]
     if not _all:
-        from powergossip.network.torch.groups import group_under_mpi
+        from powergossip.network.torch.rendezvous import group_under_mpi
 
         _all.append(GroupProcesses(group_under_mpi(processes())))
     return _all[0]

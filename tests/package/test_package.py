@@ -40,7 +40,7 @@ BASE = {
     "exits",
     "formatting",
     "launcher",
-    "options",
+    "registry_options",
     "parameters",
     "presets",
     "command_line",

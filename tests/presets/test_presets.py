@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 import gossip_run
 import train
 from powergossip import algorithms, presets, tasks
-from powergossip.consensus.config_checks import num_steps
+from powergossip.consensus.grids import num_steps
 from powergossip.consensus.sweep import Sweep
 from powergossip.network import Processes
 from powergossip.runs import configuration, metrics

@@ -26,7 +26,7 @@ from powergossip.network import Processes
 from powergossip.runs import checkpoints, metrics
 from powergossip.runs.checkpoints import Checkpoints
 from powergossip.tasks import models
-from powergossip.training import run_folder
+from powergossip.training import recorder
 from powergossip.training.ending import Agreement
 from tests.harness.checkpoints import assert_same, end_of, entry_of
 from tests.harness.helpers import DAMAGES, damage
@@ -290,7 +290,7 @@ def test_a_run_ended_by_a_signal_resumes_in_another_layout(
     if after == 1:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(train, "config", OmegaConf.structured(train.Config))
-            patch.setattr(run_folder, "report", lambda *_: None)
+            patch.setattr(recorder, "report", lambda *_: None)
             train.main(words[len(launcher) + 1 :])
     else:
         again = python(*words[len(launcher) :], processes=after)
@@ -455,7 +455,7 @@ def test_a_run_resumes_although_a_power_failure_has_emptied_files(
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         patch.setattr(train, "config", OmegaConf.structured(train.Config))
-        patch.setattr(run_folder, "report", lambda *_: None)
+        patch.setattr(recorder, "report", lambda *_: None)
         train.main(arguments)
     assert rows_of(folder) == rows_of(finished)
     assert OmegaConf.load(folder / "config.yaml") == OmegaConf.load(finished / "config.yaml")

@@ -25,7 +25,7 @@ from powergossip.runs import configuration, key_help, output
 from powergossip.runs.configuration import plain
 from powergossip.runs.output import Output
 from powergossip.topologies import TOPOLOGIES
-from powergossip.training import run_folder, schedule
+from powergossip.training import recorder, schedule
 from powergossip.training.config import Settings
 from powergossip.training.config_checks import option_defaults
 from powergossip.training.help import MAIN
@@ -116,7 +116,7 @@ def test_arguments_of_a_run_are_not_those_of_the_next(
         seen.append((name, config["seed"], config["n_workers"]))
         raise ValueError("seen")
 
-    where = run_folder if program is train else output
+    where = recorder if program is train else output
     monkeypatch.setattr(where, "Output", stop)
     config = program.config.copy()
     config.n_workers = 2
@@ -179,7 +179,7 @@ def test_a_mapping_in_place_of_the_configuration_has_its_keys(
     def stop(name: str | None, config: Any, *rest: Any) -> None:
         raise ValueError(f"n_workers is {config['n_workers']}")
 
-    monkeypatch.setattr(run_folder if program is train else output, "Output", stop)
+    monkeypatch.setattr(recorder if program is train else output, "Output", stop)
     unknown = OmegaConf.create({"n_workers": "${foo}"})
     for mapping, words in (
         ({"n_workers": 3}, "n_workers is 3"),

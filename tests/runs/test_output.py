@@ -19,7 +19,7 @@ from powergossip.runs.checkpoints import Checkpoints
 from powergossip.runs.files import FIGURE
 from powergossip.runs.metrics import FILE
 from powergossip.runs.output import COMPLETE, ENDING, Output
-from powergossip.training import run_folder
+from powergossip.training import recorder
 from tests.harness.checkpoints import entry_of
 from tests.harness.helpers import files_below
 
@@ -197,7 +197,7 @@ def test_a_figure_on_a_full_disk_is_a_sentence(tmp_path: Path) -> None:
     (tmp_path / FILE).write_text(json.dumps(row | {"split": "test_avg"}) + "\n")
     (tmp_path / FIGURE).symlink_to("/dev/full")
     with pytest.raises(CannotWrite, match=FIGURE):
-        run_folder.report(tmp_path, 0, "accuracy", False, 0)
+        recorder.report(tmp_path, 0, "accuracy", False, 0)
 
 
 def failing(number: int) -> Mock:

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 import train
 from powergossip.network import processes, standstill
-from powergossip.training import run_folder
+from powergossip.training import recorder
 
 TINY = ["task_architecture=MLP", "num_epochs=1", "max_steps_per_epoch=2", "log_verbosity=0"]
 
@@ -39,7 +39,7 @@ def assert_nothing_stays(
 ) -> None:
     """After a second run as much is held as after the first one, before which one filled caches."""
     monkeypatch.setattr(train, "config", OmegaConf.structured(train.Config))
-    monkeypatch.setattr(run_folder, "report", lambda *_: None)  # a table and a figure
+    monkeypatch.setattr(recorder, "report", lambda *_: None)  # a table and a figure
     with standstill.waiting(0, ()):  # starts the thread of all waits
         pass
     counts = []

@@ -31,7 +31,7 @@ from powergossip.runs import metrics
 from powergossip.tasks import Datasets, DatasetTask, losses
 from powergossip.tasks.loading import Loader, Request, SampleSource
 from powergossip.tasks.shards import Partition, by_group
-from powergossip.training import run_folder
+from powergossip.training import recorder
 from powergossip.training.execution import Together
 from powergossip.user_functions import UserCodeError
 from tests.harness import launch
@@ -146,13 +146,13 @@ class Scores(nn.Module):
         return self.linear(numbers[:, None] / N)
 
 
-REPORT = run_folder.report
+REPORT = recorder.report
 
 
 @pytest.fixture(autouse=True)
 def without_report(monkeypatch: pytest.MonkeyPatch) -> None:
     """A table and a figure take longer than these runs."""
-    monkeypatch.setattr(run_folder, "report", lambda *_: None)
+    monkeypatch.setattr(recorder, "report", lambda *_: None)
 
 
 @pytest.fixture(autouse=True)
@@ -740,7 +740,7 @@ def test_a_name_is_found_in_a_package_and_as_an_attribute(
 def test_a_run_has_the_defaults_of_the_module_and_records_names(
     module: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_folder, "report", REPORT)
+    monkeypatch.setattr(recorder, "report", REPORT)
     name = module()
     run(f"task={name}:with_model", "task_options.width=3")
     config = OmegaConf.load("out/config.yaml")

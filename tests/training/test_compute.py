@@ -169,7 +169,7 @@ def test_evaluated_models_run_as_they_are_written(
         for model in models:
             model.compile(backend=backend, dynamic=False)
 
-    monkeypatch.setattr("powergossip.training.precision.compile_models", compile_models)
+    monkeypatch.setattr("powergossip.training.compilation.compile_models", compile_models)
     arguments = ["n_workers=2", "task_architecture=MLP", "num_epochs=1", "max_steps_per_epoch=2"]
     arguments += ["torch_compile=true", "log_verbosity=0", "--output-dir", str(tmp_path)]
     rows = main(monkeypatch, *arguments)

@@ -108,10 +108,10 @@ SWEEP = """
 import json
 import train
 from powergossip import network
-from powergossip.training import run_folder
+from powergossip.training import recorder
 
 found = []
-run_folder.report = lambda *_: None  # a table and a figure
+recorder.report = lambda *_: None  # a table and a figure
 train.config.update(SETTINGS)
 for number, rate in enumerate([0.02, 30.0, 0.03]):
     train.config.learning_rate, train.output_dir = rate, str(number)

@@ -11,7 +11,7 @@ from torch import nn
 from powergossip.network import processes
 from powergossip.network.collectives import all_reduce_cost
 from powergossip.runs.checkpoints import Checkpoints
-from powergossip.training.merging import recalibrate
+from powergossip.training.final_merge import recalibrate
 from tests.harness.training import built, select, trained, value
 
 FEW: dict[str, Any] = {"max_steps_per_epoch": 3}

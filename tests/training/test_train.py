@@ -28,7 +28,7 @@ from powergossip.runs import metrics, summaries
 from powergossip.runs.metrics import Hooks
 from powergossip.tasks import models
 from powergossip.tasks.task import Batch, Split
-from powergossip.training import run_folder
+from powergossip.training import recorder
 from powergossip.training.trainer import Trainer
 from tests.harness import launch
 from tests.harness.training import TINY, after_steps, built, reproducible, select, trained, value
@@ -588,7 +588,7 @@ def test_main_leaves_a_run_that_can_be_repeated_from_its_config(
 @pytest.fixture
 def without_report(monkeypatch: pytest.MonkeyPatch) -> None:
     """A table and a figure take longer than these runs."""
-    monkeypatch.setattr(run_folder, "report", lambda *_: None)
+    monkeypatch.setattr(recorder, "report", lambda *_: None)
 
 
 @pytest.mark.usefixtures("without_report")

@@ -15,7 +15,8 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 import train
-from powergossip import compressors, options, tasks
+from powergossip import compressors, tasks
+from powergossip import registry_options as options
 from powergossip.algorithms import AVERAGING
 from powergossip.algorithms.aggregation import AGGREGATIONS
 from powergossip.algorithms.torch_powersgd import HOOKS

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 import train
-from powergossip import compressors, options
+from powergossip import compressors
+from powergossip import registry_options as options
 from powergossip.algorithms import AVERAGING, learning, trials
 from powergossip.algorithms.aggregation import AGGREGATIONS, Aggregation
 from powergossip.algorithms.learning import LEARNING, GossipRule, Kind, Variable

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from powergossip import checks
-from powergossip import options as _options
+from powergossip import registry_options as _options
 from powergossip.algorithms.averaging import Averaging, Kind, kind_of
 from powergossip.algorithms.compressed_gossip import ChocoGossip
 from powergossip.algorithms.learning.accelerated import A2CiD2

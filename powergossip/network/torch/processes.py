@@ -26,7 +26,7 @@ from powergossip.network.torch.channels import (
     connected,
     wait_for,
 )
-from powergossip.network.torch.groups import group_under_mpi
+from powergossip.network.torch.rendezvous import group_under_mpi
 
 T = TypeVar("T")
 
