@@ -1,4 +1,4 @@
-"""ULFM, the part of MPI that lets a run survive the end of a process."""
+"""Checks of ULFM, the part of MPI that lets a run survive the end of a process."""
 
 import os
 

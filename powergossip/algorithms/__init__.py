@@ -14,7 +14,7 @@ communication itself: it yields messages and is resumed with the received ones (
     compiled_directions.py      the same in compiled loops, on a CPU
     rates.py          diffusion rates: the best, the largest, rates of compressed messages
     learning/         learning rules on top of averaging algorithms: D-PSGD and others
-    aggregation.py    the interface of compressed gradients: power_sgd.py, dgc.py,
+    aggregation.py    the interface of compressed gradients: power_sgd.py, dgc/,
                       error_feedback.py, sign_sgd.py
     torch_powersgd.py  PyTorch's own hooks for compressed gradients
     method.py         a method by its names, with all options: what programs and optimizers make

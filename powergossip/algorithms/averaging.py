@@ -11,7 +11,7 @@ from torch import Tensor
 from powergossip import checks
 from powergossip.network import Conversation, Network
 from powergossip.parameters import Layout
-from powergossip.trees import Stateful
+from powergossip.state_trees import Stateful
 
 Rate = float | Tensor  # one value, or one for each hosted worker: [worker]
 

@@ -2,8 +2,8 @@
 
 The loop over iterations and messages is `PowerGossip.increment`. A `Side` computes an iteration's
 products and its update of X: `MatrixSide` of directions.py, or on a CPU with a C compiler
-`CompiledSide` of compiled_directions.py. The tests have a plain version, tests/harness/
-power_gossip_reference.py.
+`CompiledSide` of compiled_directions.py. docs/methods/power-gossip.md has a plain
+version for one matrix and one edge, which the tests compare.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -22,8 +22,8 @@ from powergossip.algorithms.quantized_mean import QuantizedMean
 from powergossip.compressors import COMPRESSORS
 from powergossip.network import Conversation, Network, Processes
 from powergossip.parameters import Layout, Parameters
+from powergossip.state_trees import map_tensors
 from powergossip.topologies import Topology
-from powergossip.trees import map_tensors
 from powergossip.user_functions import one_sentence, seeded, where
 
 STEPS = 5  # with messages of ones, at least

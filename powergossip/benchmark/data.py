@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from powergossip.state_trees import sha256
 from powergossip.tasks import fashion_mnist as files
 from powergossip.tasks.images import ImageClassification, LabeledImages
 from powergossip.tasks.task import TaskOptions
-from powergossip.trees import sha256
 
 
 class Images(ImageClassification):

@@ -32,9 +32,9 @@ from powergossip.network import Network, Processes
 from powergossip.parameters import Layout
 from powergossip.runner.runner import circumstances
 from powergossip.runs import configuration, metrics
+from powergossip.state_trees import sha256
 from powergossip.training.config_checks import checked, shared_keys
 from powergossip.training.methods import check_method
-from powergossip.trees import sha256
 from powergossip.user_functions import where
 
 DIVERGED = 1e2  # times the error at the start

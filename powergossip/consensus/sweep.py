@@ -29,7 +29,7 @@ from powergossip.network.processes import OF_FILES
 from powergossip.parameters import Layout
 from powergossip.runs.clock import Clock, PhaseTime
 from powergossip.runs.metrics import Hooks, Row
-from powergossip.trees import map_tensors
+from powergossip.state_trees import map_tensors
 from powergossip.user_functions import one_sentence
 
 # Elements of x in a batch of settings, by type of device. x and the state of an algorithm then fit

@@ -38,10 +38,10 @@ from powergossip.algorithms import registry
 from powergossip.algorithms.averaging import Kind, Stateless
 from powergossip.algorithms.directions import Side
 from powergossip.network import Network, Processes, Slots
-from powergossip.network.device_channel import Connection
+from powergossip.network.connection import Connection
 from powergossip.parameters import Layout
+from powergossip.state_trees import Stateful
 from powergossip.topologies import Topology
-from powergossip.trees import Stateful
 
 
 class End(Stateful, Protocol):

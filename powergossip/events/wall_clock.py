@@ -23,7 +23,7 @@ from powergossip.events.members import View, raised, union
 from powergossip.events.packing import bits_of_view, packed, unpacked
 from powergossip.events.worker import Action, Worker
 from powergossip.network.counter import Counter
-from powergossip.network.resilient.links import Links
+from powergossip.network.resilient.worker_messages import Links
 
 # Notes of a process to all others.
 _PROGRESS, _END, _STOP = range(3)

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from powergossip import kernels
-from powergossip.network.device_channel import Connection
-from powergossip.network.posting import Transport
+from powergossip.network.connection import Connection
+from powergossip.network.deliveries import Transport
 from powergossip.network.processes import Pieces, Requests
 
 

@@ -1,4 +1,7 @@
-"""Bits and messages that workers send: the only place where they are counted."""
+"""Sums of the bits and messages that workers send.
+
+The bits of one message are `Transport.bits`, in deliveries.py and collectives.py.
+"""
 
 from collections.abc import Mapping
 from typing import Any

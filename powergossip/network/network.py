@@ -13,12 +13,12 @@ from torch import Tensor
 from powergossip import checks
 from powergossip.network import launch
 from powergossip.network.collectives import Gathering, Reduction, all_reduce_cost
+from powergossip.network.connection import Connection
 from powergossip.network.conversation import Conversation, Gather, Mean, Message, ToAll, ToEach
 from powergossip.network.counter import Counter
-from powergossip.network.device_channel import Connection
+from powergossip.network.deliveries import Delivery, Transport
 from powergossip.network.edges import Edges
 from powergossip.network.lost_messages import Losses
-from powergossip.network.posting import Delivery, Transport
 from powergossip.network.processes import Processes
 from powergossip.network.rows import Shared
 from powergossip.tensor_cache import TensorCache

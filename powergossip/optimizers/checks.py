@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from powergossip.errors import BadInput
 from powergossip.network import Processes
 from powergossip.parameters import listed
-from powergossip.trees import sha256
+from powergossip.state_trees import sha256
 
 # A decorator of functions that communicate, which torch.compile then leaves as they are. The public
 # torch.compiler.disable imports torch._dynamo at once, which takes a second.

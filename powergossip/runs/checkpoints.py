@@ -41,7 +41,7 @@ from powergossip.atomic_files import Drafts, sync_folder
 from powergossip.errors import BadInput, Dropped
 from powergossip.network import Processes
 from powergossip.runs.files import CHECKPOINTS, INDEX
-from powergossip.trees import Tree, map_tensors
+from powergossip.state_trees import Tree, map_tensors
 
 T = TypeVar("T")
 

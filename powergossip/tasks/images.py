@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from powergossip.randomness import generator
+from powergossip.state_trees import sha256
 from powergossip.tasks import modules, option_checks
 from powergossip.tasks.augmentation import Augmentation
 from powergossip.tasks.models import ARCHITECTURES, INITIALIZATIONS, NORMALIZATIONS, SHORTCUTS
 from powergossip.tasks.shards import NOBODY, Partition, held_out
 from powergossip.tasks.task import FIRST, NAMES, Batch, Split, TaskOptions
-from powergossip.trees import sha256
 
 MODEL_OPTIONS = {
     "normalization": option_checks.one_of(NORMALIZATIONS),

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from powergossip.state_trees import sha256
 from powergossip.tasks import modules, option_checks, texts
 from powergossip.tasks.language_models import (
     ARCHITECTURES,
@@ -24,7 +25,6 @@ from powergossip.tasks.language_models import (
 )
 from powergossip.tasks.shards import bounds, smallest_shard
 from powergossip.tasks.task import NAMES, Batch, Split, Task, TaskOptions
-from powergossip.trees import sha256
 
 MODEL_OPTIONS = {
     "hidden_size": option_checks.COUNT,

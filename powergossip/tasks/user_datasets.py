@@ -17,13 +17,13 @@ from torch.utils.data import IterableDataset, default_collate
 
 from powergossip.errors import BadInput
 from powergossip.randomness import torch_seed
+from powergossip.state_trees import sha256
 from powergossip.tasks import modules
 from powergossip.tasks.loading import Loader, Pending, Request, SampleSource, on_device
 from powergossip.tasks.losses import IGNORED_TARGET, Metric, default_loss
 from powergossip.tasks.sample_values import as_list, integers, sample_attribute
 from powergossip.tasks.shards import NOBODY, Partition, held_out
 from powergossip.tasks.task import FIRST, NAMES, MainMetric, Split, TaskOptions
-from powergossip.trees import sha256
 from powergossip.user_functions import Named, users_code
 
 EVALUATION_BATCHES = 2  # training batches in one of evaluation, which needs no gradients

@@ -8,7 +8,7 @@ Modules::
     local_optimizers.py   SGD, AdamW and Muon over the flat buffer
     muon.py               Muon for hidden matrices, AdamW for all other parameters
     schedule.py           learning rate of a step
-    edge_options.py       accepted configurations with late messages or lost workers
+    late_message_checks.py  accepted configurations with late messages or lost workers
     asynchronous/         training by exchanges of edges: in processes, or on the virtual clock
     recorder.py           the output folder of a run: rows, checkpoints, table and figure
     evaluation.py         metrics of the workers' models and of their mean

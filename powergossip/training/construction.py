@@ -14,9 +14,9 @@ from powergossip.runs.clock import Clock
 from powergossip.training import compilation, precision
 from powergossip.training.config import Settings
 from powergossip.training.ending import Agreement
-from powergossip.training.execution import AtRest, Computation, Execution, Together
 from powergossip.training.gradients import Gradients
 from powergossip.training.methods import check_method, make_method
+from powergossip.training.stepping import AtRest, Computation, Execution, Together
 from powergossip.training.task_check import check_first_batch, data_facts, equalize, model_facts
 
 
@@ -129,7 +129,7 @@ def make_network(c: Settings, processes: Processes, measure: Clock) -> Network:
         compilation.check_compiler(device)
     stage, losses = {"on": False, "off": True, "auto": None}[c.cuda_aware], None
     if c.one_way:
-        from powergossip.training.edge_options import losses_of
+        from powergossip.training.late_message_checks import losses_of
 
         losses = losses_of(c)
     return Network(

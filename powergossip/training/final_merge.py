@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from powergossip.tasks import Task
-from powergossip.training.execution import Computation
+from powergossip.training.stepping import Computation
 
 
 def merge(run: Computation) -> None:

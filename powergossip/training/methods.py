@@ -54,11 +54,11 @@ def check_method(c: Settings, network: Network) -> str:
     compressor = c.options.get("compressor")
     name = f"optimizer={c.optimizer}" + (f" with compressor={compressor}" if compressor else "")
     if c.by_edges:
-        from powergossip.training import edge_options as in_edge_form
+        from powergossip.training import late_message_checks
 
         with errors_name_learning_options(c):
             resolved = c.method.resolved(network.topology, SMALL)
-        in_edge_form.check(c, resolved, network)
+        late_message_checks.check(c, resolved, network)
     if c.method.averages:
         of_user = one_sentence(f"optimizer={c.optimizer}")
         with errors_name_keys(c.optimizer), errors_name_learning_options(c), of_user:

@@ -39,7 +39,7 @@ from torch import Tensor
 from powergossip.algorithms.averaging import Copies
 from powergossip.algorithms.learning import Learning
 from powergossip.runs.checkpoints import join, rows_of
-from powergossip.trees import Tree, map_tensors
+from powergossip.state_trees import Tree, map_tensors
 
 # Entries of a Trainer's state that a worker keeps.
 _KEPT = ("buffers", "whole_number_buffers", "optimizer", "sums")

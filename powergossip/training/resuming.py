@@ -119,7 +119,7 @@ def load_checkpoint(
 
     conversion: Any
     if lost or processes.can_be_lost:
-        from powergossip.training.asynchronous.resuming import Restart
+        from powergossip.training.asynchronous.resizing import Restart
 
         conversion = Restart(before, found, start)
     else:

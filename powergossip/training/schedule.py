@@ -1,4 +1,4 @@
-"""The learning rate of a step."""
+"""The learning rate of a step. Defaults of tasks: tasks/registry.py."""
 
 import math
 

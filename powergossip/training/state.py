@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from powergossip.runs.clock import PhaseTime
-from powergossip.training.execution import Computation
-from powergossip.trees import Stateful, map_tensors
+from powergossip.state_trees import Stateful, map_tensors
+from powergossip.training.stepping import Computation
 
 
 def run_state(run: Computation, method: Mapping[str, Stateful]) -> dict[str, Any]:

@@ -16,10 +16,10 @@ from torch.utils._pytree import tree_flatten
 from powergossip.errors import BadInput
 from powergossip.network import Processes
 from powergossip.parameters import trained
+from powergossip.state_trees import sha256
 from powergossip.tasks import MainMetric, Split, Task, main_metric
 from powergossip.training.config import Settings
 from powergossip.training.precision import autocast
-from powergossip.trees import sha256
 from powergossip.user_functions import users_code
 
 # Names of rows of all runs, and of the number of samples in the sums of an evaluation.

@@ -14,6 +14,7 @@ from powergossip.runs.checkpoints import Checkpoints
 from powergossip.runs.metrics import Hooks
 from powergossip.runs.progress import Progress
 from powergossip.runs.signals import Signals
+from powergossip.state_trees import map_tensors
 from powergossip.training import compilation, construction, facts, resizing
 from powergossip.training.config import Settings
 from powergossip.training.ending import PATIENCE, interrupted
@@ -24,7 +25,6 @@ from powergossip.training.methods import diffusion_rate
 from powergossip.training.position import Position
 from powergossip.training.resuming import load_checkpoint
 from powergossip.training.state import load_run, run_state
-from powergossip.trees import map_tensors
 
 
 class Trainer:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from powergossip.network.resilient.links import LOST
+from powergossip.network.resilient.worker_messages import LOST
 from tests.harness import machines
 from tests.harness.machines import Machine
 

@@ -16,7 +16,7 @@ from powergossip.errors import BadInput
 from powergossip.events import packing, wall_clock
 from powergossip.events.worker import Message
 from powergossip.network import Processes, processes
-from powergossip.network.resilient.links import LOST, Links
+from powergossip.network.resilient.worker_messages import LOST, Links
 from powergossip.runs import files, metrics, output
 from powergossip.runs.checkpoints import Checkpoints
 from powergossip.training import ending

@@ -11,7 +11,7 @@ from torch import Tensor
 from powergossip import compressors, randomness
 from powergossip.algorithms import aggregation
 from powergossip.runs.checkpoints import Checkpoints
-from powergossip.trees import Tree, map_tensors
+from powergossip.state_trees import Tree, map_tensors
 from tests.harness.averaging import ALONE, EVERY
 from tests.harness.on_device import (
     CPU,

@@ -53,7 +53,7 @@ from powergossip.runs.metrics import MetricsLog
 from powergossip.training import construction, recorder
 from powergossip.training.asynchronous.workers import EdgeWorkers
 from powergossip.training.evaluation import Evaluation
-from powergossip.training.execution import Together
+from powergossip.training.stepping import Together
 from powergossip.training.trainer import Trainer
 from tests.harness.system_calls import moments
 

@@ -17,7 +17,7 @@ from powergossip.network import launch
 from powergossip.network.internet import meeting
 from powergossip.network.internet.processes import InternetProcesses
 from powergossip.network.internet.tickets import Record, Ticket
-from powergossip.network.resilient.links import Links
+from powergossip.network.resilient.worker_messages import Links
 
 
 def main() -> None:

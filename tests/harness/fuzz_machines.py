@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from powergossip.errors import Dropped
-from powergossip.network.resilient.links import LOST
+from powergossip.network.resilient.worker_messages import LOST
 from powergossip.runs import metrics
 from tests.harness.fuzz_cases import Case, require
 from tests.harness.fuzz_processes import check_checkpoint, longest

@@ -26,7 +26,7 @@ from omegaconf import OmegaConf
 
 import train
 from powergossip.network import Processes
-from powergossip.network.resilient.links import LOST
+from powergossip.network.resilient.worker_messages import LOST
 from powergossip.runs import files, metrics, output
 from powergossip.runs.checkpoints import FOLDER, Checkpoints
 from tests.harness import launch

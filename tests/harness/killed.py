@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 import train
 from powergossip.runs import checkpoints
 from powergossip.training import recorder
-from powergossip.training.execution import Together
+from powergossip.training.stepping import Together
 
 
 def run(folder: Path, changes: dict[str, Any]) -> None:

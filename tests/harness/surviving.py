@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from powergossip.network.resilient.links import Links
 from powergossip.network.resilient.messages import MPIWire
+from powergossip.network.resilient.worker_messages import Links
 from tests.harness import internet
 
 SIZE = MPI.COMM_WORLD.size

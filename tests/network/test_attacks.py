@@ -23,7 +23,7 @@ from powergossip.network.internet.codec import BadMessage, decoded, encoded
 from powergossip.network.internet.node import PROTOCOL, Node
 from powergossip.network.resilient import messages
 from powergossip.network.resilient.failure_detector import DATA, DROPPED
-from powergossip.network.resilient.links import Links
+from powergossip.network.resilient.worker_messages import Links
 from powergossip.training.definition import settings
 from tests.harness import internet
 from tests.harness.attacked import SECRET

@@ -12,7 +12,7 @@ import torch
 from mpi4py import MPI
 
 from powergossip import ulfm
-from powergossip.network.resilient.links import LOST, Links
+from powergossip.network.resilient.worker_messages import LOST, Links
 from tests.harness import internet, launch
 
 ULFM = ("--with-ft", "ulfm")

@@ -31,9 +31,9 @@ from powergossip.network import (
     standstill,
     together,
 )
+from powergossip.network.connection import Connection
 from powergossip.network.counter import Counter
-from powergossip.network.device_channel import Connection
-from powergossip.network.posting import Delivery
+from powergossip.network.deliveries import Delivery
 from powergossip.network.processes import in_parts
 from powergossip.optimizers import GossipOptimizer
 from powergossip.parameters import Layout

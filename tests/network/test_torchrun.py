@@ -38,7 +38,7 @@ from powergossip.network import (
 from powergossip.network import (
     launch as launching,
 )
-from powergossip.network.device_channel import Connection
+from powergossip.network.connection import Connection
 from powergossip.network.processes import in_parts
 from powergossip.network.torch import channels, rendezvous
 from powergossip.network.torch.channels import GlooChannel, NCCLChannel, Waiters
@@ -323,7 +323,7 @@ SLOW = """
 import os, pathlib, signal, sys, time, train
 from powergossip.network import processes
 from powergossip.runs import configuration
-from powergossip.training.execution import Together
+from powergossip.training.stepping import Together
 gradient, how = Together.gradient, sys.argv.pop(1)
 
 def slow(run, epoch, step):

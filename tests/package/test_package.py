@@ -49,7 +49,7 @@ BASE = {
     "sharded_layout",
     "replica_group",
     "tensor_cache",
-    "trees",
+    "state_trees",
     "ulfm",
     "user_functions",
 }

@@ -252,7 +252,7 @@ DRIVER = """
 import os, signal, time
 import train
 from powergossip.runs import configuration
-from powergossip.training.execution import Together
+from powergossip.training.stepping import Together
 original = Together.gradient
 def gradient(run, epoch, step):
     last = run.view.processes.rank == run.view.processes.size - 1

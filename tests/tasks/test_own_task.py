@@ -32,7 +32,7 @@ from powergossip.tasks import Datasets, DatasetTask, losses
 from powergossip.tasks.loading import Loader, Request, SampleSource
 from powergossip.tasks.shards import Partition, by_group
 from powergossip.training import recorder
-from powergossip.training.execution import Together
+from powergossip.training.stepping import Together
 from powergossip.user_functions import UserCodeError
 from tests.harness import launch
 from tests.harness.checkpoints import end_of, entry_of
@@ -871,7 +871,7 @@ def test_all_layouts_agree(module: Callable[..., str], tmp_path: Path) -> None:
 KILLED = """
 import multiprocessing, os, signal
 import train
-from powergossip.training.execution import Together
+from powergossip.training.stepping import Together
 
 def killed(self, epoch, step):
     print(*(child.pid for child in multiprocessing.active_children()), flush=True)

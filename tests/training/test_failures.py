@@ -35,8 +35,8 @@ from powergossip.runs.signals import Signals
 from powergossip.tasks.images import ImageClassification
 from powergossip.training import ending
 from powergossip.training.config_checks import checked
-from powergossip.training.execution import Together
 from powergossip.training.local_optimizers import LOCAL_OPTIMIZERS
+from powergossip.training.stepping import Together
 from powergossip.training.trainer import Trainer
 from tests.harness import launch
 from tests.harness.checkpoints import entry_of
@@ -341,7 +341,7 @@ def signaled(number: int, folder: Path, steps: int) -> tuple[int, str]:
     driver.write_text(
         "import pathlib, time, train\n"
         "from powergossip.runs import configuration\n"
-        "from powergossip.training.execution import Together\n"
+        "from powergossip.training.stepping import Together\n"
         "gradient = Together.gradient\n"
         "def slow(run, epoch, step):\n"
         f"    if run.step == {steps}: pathlib.Path('begun').touch()\n"

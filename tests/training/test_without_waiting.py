@@ -15,6 +15,7 @@ from powergossip import parameters, randomness
 from powergossip.errors import Diverged
 from powergossip.runs import configuration
 from powergossip.runs.metrics import Hooks
+from powergossip.state_trees import map_tensors
 from powergossip.tasks import digits
 from powergossip.tasks.images import LabeledImages
 from powergossip.tasks.loading import on_device
@@ -22,7 +23,6 @@ from powergossip.training import construction
 from powergossip.training.config_checks import checked
 from powergossip.training.ending import Agreement
 from powergossip.training.trainer import Trainer
-from powergossip.trees import map_tensors
 from tests.harness.averaging import ALONE
 from tests.harness.fake_device import CUDA, Waits, fake_device
 

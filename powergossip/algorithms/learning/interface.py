@@ -8,7 +8,7 @@ from torch import Tensor
 
 from powergossip.algorithms.averaging import Saved
 from powergossip.parameters import Parameters
-from powergossip.trees import Stateful
+from powergossip.state_trees import Stateful
 
 LocalStep = Callable[[Tensor], Any]  # a local optimizer's, with a gradient [worker, D]
 

@@ -5,6 +5,5 @@ Modules::
     messages.py                          messages of any length that never block
     heartbeats.py, failure_detector.py   evidence that other processes live or are silent
     collectives.py                       agreement of the surviving processes
-    links.py                             messages between workers, which may be late or lost
-    ulfm.py                              the part of MPI that reports the end of a process
+    worker_messages.py                   messages between workers, which may be late or lost
 """

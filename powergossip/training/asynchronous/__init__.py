@@ -2,10 +2,10 @@
 
 Modules::
 
-    execution.py  OnVirtualClock, AcrossProcesses
+    stepping.py   OnVirtualClock, AcrossProcesses
     workers.py    the workers of a process: models, learning rules, gradients, state
     rows.py       rows whose writer may be lost
-    resuming.py   resuming with lost or other workers
+    resizing.py   resuming with lost or other workers
 """
 
 from typing import Any
@@ -15,11 +15,11 @@ from powergossip.events import scenario
 from powergossip.events.virtual_clock import VirtualClock
 from powergossip.events.wall_clock import WallClock
 from powergossip.network import Processes, hosted_workers
-from powergossip.network.resilient.links import Links
-from powergossip.training.asynchronous.execution import AcrossProcesses, OnVirtualClock
+from powergossip.network.resilient.worker_messages import Links
+from powergossip.training.asynchronous.stepping import AcrossProcesses, OnVirtualClock
 from powergossip.training.asynchronous.workers import EdgeWorkers
 from powergossip.training.config import Settings
-from powergossip.training.execution import Computation
+from powergossip.training.stepping import Computation
 
 
 def make_links(c: Settings, processes: Processes) -> Links:

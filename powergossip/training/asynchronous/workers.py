@@ -13,11 +13,11 @@ from powergossip.events import averaging
 from powergossip.events.members import Members, View, dead
 from powergossip.events.worker import Policy, Worker
 from powergossip.parameters import Layout, Parameters
-from powergossip.training.edge_options import delay_of, late_options, resolved
-from powergossip.training.execution import Computation
+from powergossip.training.late_message_checks import delay_of, late_options, resolved
 from powergossip.training.local_optimizers import LocalOptimizer
 from powergossip.training.methods import learning_rule, local_optimizer
 from powergossip.training.schedule import learning_rate
+from powergossip.training.stepping import Computation
 
 
 class EdgeWorkers:

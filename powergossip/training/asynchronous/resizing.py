@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from powergossip.state_trees import Tree
 from powergossip.training.asynchronous.workers import from_bytes
 from powergossip.training.resizing import Conversion, Start
-from powergossip.trees import Tree
 
 _OF_MODELS = ("buffers", "whole_number_buffers", "carried")
 

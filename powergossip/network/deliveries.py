@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from powergossip.network.device_channel import Connection
+from powergossip.network.connection import Connection
 from powergossip.network.edges import Edges
 from powergossip.network.rows import Rows
 

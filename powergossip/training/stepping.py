@@ -11,6 +11,7 @@ from powergossip.parameters import Parameters
 from powergossip.runs.clock import Clock, Stopwatch
 from powergossip.runs.metrics import Hooks
 from powergossip.runs.signals import Signals
+from powergossip.state_trees import Stateful
 from powergossip.tasks import Task
 from powergossip.training.config import Settings
 from powergossip.training.ending import Agreement
@@ -20,7 +21,6 @@ from powergossip.training.measurements import Rows
 from powergossip.training.methods import Learner
 from powergossip.training.position import Moment, Position
 from powergossip.training.schedule import learning_rate
-from powergossip.trees import Stateful
 
 
 class Computation(NamedTuple):

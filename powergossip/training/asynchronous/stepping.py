@@ -10,15 +10,15 @@ from powergossip.algorithms.difference_code import DifferenceCode
 from powergossip.events.virtual_clock import VirtualClock
 from powergossip.events.wall_clock import WallClock
 from powergossip.network import Network
-from powergossip.network.resilient.links import Links
+from powergossip.network.resilient.worker_messages import Links
 from powergossip.runs.metrics import Hooks
 from powergossip.runs.signals import Signals
 from powergossip.training.asynchronous.rows import SharedRows
 from powergossip.training.asynchronous.workers import EdgeWorkers, as_bytes, from_bytes
-from powergossip.training.execution import Computation, Execution
 from powergossip.training.live_models import AliveWorkers
 from powergossip.training.measurements import Rows
 from powergossip.training.position import Moment, Position
+from powergossip.training.stepping import Computation, Execution
 
 
 class OnVirtualClock(Execution):
@@ -193,7 +193,7 @@ class AcrossProcesses(Execution):
         self.workers.sums = _joined([of_worker["sums"] for of_worker in found.values()])
 
     def _begin_anew(self, state: Mapping[str, Any]) -> None:
-        """Begin with new edges after a number of steps, see asynchronous/resuming.py."""
+        """Begin with new edges after a number of steps, see asynchronous/resizing.py."""
         self.clock.begin_at(state["begin"])
         for index in self.workers.rows:
             if index in state["locals"]:
