@@ -89,7 +89,7 @@ class RunKeys:
     weight_decay: float | None = None  # weight decay except on normalization layers, decoupled for
     #   adamw and muon. By default the task's
     gradient_clipping: float | int | str | None = "auto"  # largest norm of a worker's gradient,
-    #   null: unlimited, auto: the task's. For dgc see optimizer_clip_by
+    #   null: unlimited, auto: the task's. With dgc times √n
     lr_schedule: str = "milestones"  # after the warm-up: milestones, or cosine to 0 at the end
     lr_schedule_milestones: list[Any] | None = None  # [[epoch, factor], ...]: multiply from then
     #   on. By default the task's

@@ -54,7 +54,6 @@ def consensus(
 @pytest.mark.parametrize("compressor", compressors.COMPRESSORS)
 @pytest.mark.parametrize("rule", COMPRESSED)
 def test_no_default_diverges(rule: str, compressor: str) -> None:
-    """A part of the cases of `python -m tests.harness.default_rates`."""
     steps = 600 if compressor in ("svd", "rounding") else 1500
     cases = [("ring 8, constant weights", 10), ("fully connected 8", 100)]
     for graph, elements in cases if rule == "choco" else cases[:1]:
@@ -66,7 +65,7 @@ def test_no_default_diverges(rule: str, compressor: str) -> None:
 def test_no_default_diverges_on_a_directed_graph() -> None:
     """All rules and compressors that it accepts."""
     accepted = default_rates.cases(["directed ring 8"])
-    for case in (c for c in accepted if c.elements == 100 and c.compressor != "svd"):
+    for case in (c for c in accepted if c.compressor != "svd"):
         slow = case.compressor == "rounding"
         result = default_rates.run(replace(case, steps=600) if slow else case)
         assert result.holds, result
@@ -74,9 +73,9 @@ def test_no_default_diverges_on_a_directed_graph() -> None:
 
 @pytest.mark.slow
 def test_no_default_diverges_on_any_graph() -> None:
-    """All graphs and rules, with 100 elements and all steps."""
+    """All graphs and rules."""
     for case in default_rates.cases():
-        if case.elements == 100 and case.compressor != "svd":
+        if case.compressor != "svd":
             result = default_rates.run(case)
             assert result.holds, result
 
@@ -104,8 +103,7 @@ def test_entries_at_random_times_converge_in_the_mean_square(compressor: str) ->
 def test_quasi_global_momentum_does_not_diverge(rule: str, compressor: str) -> None:
     """With the rate of D-PSGD, its momentum of gossip would."""
     case = Case("ring 8", rule, compressor, 30, steps=1000)
-    found = default_rates.learn("quasi-global-momentum", case, 0.001)
-    assert found.holds, found
+    assert default_rates.learn("quasi-global-momentum", case, 0.001) < 1
 
 
 @pytest.mark.long
@@ -115,15 +113,13 @@ def test_quasi_global_momentum_does_not_diverge_on_a_directed_graph(
 ) -> None:
     """With the rates of an undirected graph, the error is 1e13 and 1e23 after 3000 steps."""
     case = Case("directed ring 8", rule, compressor, 30)
-    found = default_rates.learn("quasi-global-momentum", case, 0.001)
-    assert found.holds, found
+    assert default_rates.learn("quasi-global-momentum", case, 0.001) < 1
 
 
 @pytest.mark.long
 def test_copies_and_momentum_limit_a_rate_together_on_a_directed_graph() -> None:
     """With the smaller of both limits, the error is 1e12 after 3000 steps."""
-    found = default_rates.learn("gasloc", Case("directed ring 8", "choco", "qsgd", 30), 0.02)
-    assert found.holds, found
+    assert default_rates.learn("gasloc", Case("directed ring 8", "choco", "qsgd", 30), 0.02) < 1
 
 
 def test_exact_diffusion_over_copies_needs_an_undirected_graph() -> None:
@@ -146,8 +142,7 @@ def test_tracking_over_copies_on_a_directed_graph_gives_a_warning(name: str) -> 
 def test_no_default_of_a_learning_rule_diverges() -> None:
     """A seventh of the pairs, graphs and learning rates."""
     for lesson in list(default_rates.lessons())[::7]:
-        found = default_rates.learn(*lesson)
-        assert found.holds, found
+        assert default_rates.learn(*lesson) < 1, lesson
 
 
 @pytest.mark.parametrize("keep_ratio", [0.02, 0.3])
@@ -168,7 +163,7 @@ def test_defaults_are_nearly_as_fast_as_the_best_rates() -> None:
     ratios = []
     for graph in ("ring 8", "star 8", "fully connected 8"):
         for compressor in ("top-k", "random-k", "qsgd", "sign-and-norm"):
-            ratios += default_rates.speed(Case(graph, "choco", compressor, 10)).ratios
+            ratios += default_rates.speed(Case(graph, "choco", compressor, 10))
     assert statistics.geometric_mean(ratios) < 2.5
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from powergossip import topologies
-from powergossip.algorithms.dgc import CLIPPING, DGCAggregation, DGCConfig, Selector
+from powergossip.algorithms.dgc import DGCAggregation, DGCConfig, Selector
 from powergossip.errors import BadInput
 from powergossip.network import Network, Processes
 from powergossip.optimizers.dgc import DGC, DGCSGD, optimizer_step
@@ -120,57 +120,6 @@ def test_it_is_the_papers_algorithm_with_exact_selection(
         assert (state["momentum"] - u).norm() < 1e-5 * u.norm()
 
 
-# --- Clipping ------------------------------------------------------------------------------------
-
-
-def test_independent_gradients_whose_mean_is_short_are_not_clipped() -> None:
-    """16 workers, norms of 2: the mean has a norm near 2/√16 = 0.5, below the threshold of 1."""
-    layout = Layout(SHAPES)
-    network, a = aggregation(16, compress_ratio=1, momentum=0, clip=1.0)
-    gradient = gradients(16, layout, 0)
-    gradient *= 2 / gradient.norm(dim=1, keepdim=True)
-    expected = gradient.mean(0)
-    mean = step(network, a, gradient.clone())[0]
-    assert 0.4 < expected.norm() < 0.6
-    assert (mean - expected).norm() < 1e-5 * expected.norm()
-    equal = step(network, a, gradient[:1].expand(16, -1) * 100)[0]
-    assert equal.norm() == pytest.approx(4.0, rel=1e-4)
-
-
-@pytest.mark.parametrize("clip_by", CLIPPING)
-@pytest.mark.parametrize("fraction", [1, 0.05])
-def test_a_gradient_is_clipped_before_it_is_accumulated(clip_by: str, fraction: float) -> None:
-    n, clip, layout = 3, 0.7, Layout(SHAPES)
-    given = None if clip_by == "global-value" else clip
-    network, a = aggregation(
-        n, compress_ratio=fraction, momentum=0, clip=given, clip_by=clip_by, fp16_values=False
-    )
-    g = gradients(n, layout, 1) * torch.tensor([[0.01], [0.5], [1]])
-    expected = torch.empty_like(g)
-    tensors = [slice(s, s + prod(shape)) for s, shape in zip(layout.starts, SHAPES, strict=True)]
-    for span in tensors:
-        norms = [g[i, span].norm().item() for i in range(n)]
-        together = (sum(norm**2 for norm in norms) / n) ** 0.5
-        for i in range(n):
-            expected[i, span] = {
-                "gradient": g[i, span] * min(1, n**0.5 * clip / g[i].norm().item()),
-                "norm": g[i, span] * min(1, clip / norms[i]),
-                "value": g[i, span].clamp(-clip, clip),
-                "global-norm": g[i, span] * min(1, clip / together),
-                "global-value": g[i, span].clamp(-together, together),
-            }[clip_by]
-    assert not torch.allclose(expected, g, rtol=0.01)
-    mean = step(network, a, g.clone())[0]
-    found = mean + a.state_dict()["kept"].mean(0)
-    assert (found - expected.mean(0)).norm() < 1e-5 * expected.mean(0).norm()
-    bits = network.bits[0]
-    plain, b = aggregation(n, compress_ratio=fraction)
-    step(plain, b, g)
-    sent_before = round(2 * (n - 1) * 32 * len(SHAPES) / n) if clip_by.startswith("global") else 0
-    if fraction == 1:
-        assert bits - plain.bits[0] == sent_before
-
-
 # --- Selection ----------------------------------------------------------------------------------
 
 DATA: dict[str, Callable[[torch.Generator, int], Tensor]] = {
@@ -192,16 +141,15 @@ def test_the_selected_elements_are_the_largest_and_their_number_is_the_target(ki
     for size, share in ((1, 0.25), (17, 0.06), (5_000, 0.004), (100_000, 0.001), (100_003, 0.25)):
         values = DATA[kind](torch.Generator().manual_seed(1), size)
         before, target = values.clone(), ceil(share * size)
-        for options in (LARGEST, LARGEST | {"strided_sample": False}):
-            selector = Selector(size, share, DGCConfig(**options))
-            positions = selector.positions(values, selector.sample(np.random.default_rng(0)))
-            assert len(positions) == len(positions.unique())
-            assert 1 <= len(positions) <= target
-            if len(positions) < 0.8 * target:  # only where there are no others
-                assert (values[positions] != 0).sum() == (values != 0).sum()
-            chosen = torch.zeros(size, dtype=torch.bool).index_fill_(0, positions, True)
-            if not chosen.all():
-                assert values[chosen].abs().min() >= values[~chosen].abs().max()
+        selector = Selector(size, share, DGCConfig(**LARGEST))
+        positions = selector.positions(values, selector.sample(np.random.default_rng(0)))
+        assert len(positions) == len(positions.unique())
+        assert 1 <= len(positions) <= target
+        if len(positions) < 0.8 * target:  # only where there are no others
+            assert (values[positions] != 0).sum() == (values != 0).sum()
+        chosen = torch.zeros(size, dtype=torch.bool).index_fill_(0, positions, True)
+        if not chosen.all():
+            assert values[chosen].abs().min() >= values[~chosen].abs().max()
         assert torch.equal(values, before)
 
 
@@ -224,25 +172,15 @@ def test_a_sample_that_misleads_is_corrected(iterations: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "resample", "lower", "upper"),
-    [
-        ("normal", True, 0.95, 1.05),
-        ("growing", False, 0.95, 1.05),
-        ("growing", True, 0.8, 1.3),
-        ("normal", False, 0.8, 1.3),
-        ("normal", True, 0.8, 2.0),
-    ],
+    ("kind", "lower", "upper"),
+    [("normal", 0.95, 1.05), ("heavy-tailed", 0.95, 1.05), ("normal", 0.8, 2.0)],
 )
 def test_the_bounds_are_those_of_the_published_selection(
-    kind: str, upper: float, lower: float, resample: bool
+    kind: str, upper: float, lower: float
 ) -> None:
     values, size, share = DATA[kind](torch.Generator().manual_seed(2), 50_000), 50_000, 0.02
     config = DGCConfig(
-        compress_upper_bound=upper,
-        compress_lower_bound=lower,
-        resample=resample,
-        max_adaptation_iters=3,
-        strided_sample=False,
+        compress_upper_bound=upper, compress_lower_bound=lower, max_adaptation_iters=3
     )
     selector = Selector(size, share, config)
     random, endings = np.random.default_rng(1), set()
@@ -254,16 +192,12 @@ def test_the_bounds_are_those_of_the_published_selection(
         ending, expected = "no more iterations", (magnitudes > threshold).nonzero().view(-1)
         for _ in range(3):
             if len(expected) > upper * target:
-                ending = "surplus"
-                if resample:
-                    expected = magnitudes.topk(target).indices.sort().values
-                    break
-                threshold *= upper
-            elif len(expected) < lower * target:
-                threshold *= lower
-            else:
+                ending, expected = "surplus", magnitudes.topk(target).indices.sort().values
+                break
+            if len(expected) >= lower * target:
                 ending = "within the bounds"
                 break
+            threshold *= lower
             expected = (magnitudes > threshold).nonzero().view(-1)
         if len(expected) < lower * target:
             ending, expected = "deficit", magnitudes.topk(target).indices.sort().values
@@ -285,21 +219,7 @@ def test_an_element_that_diverged_is_selected_at_the_end_of_memory_too(bad: floa
         assert 49_999 in selector.positions(values, selector.sample(random))
 
 
-def test_a_sample_is_strided_or_uniform() -> None:
-    """With the configured size. A stride meets all columns."""
-    random = np.random.default_rng(0)
-    strided = Selector(100_000, 0.05, DGCConfig())
-    uniform = Selector(100_000, 0.05, DGCConfig(strided_sample=False))
-    assert strided.stride == uniform.stride > 1
-    for _ in range(3):
-        one, other = strided.sample(random), uniform.sample(random)
-        assert isinstance(one, slice)
-        assert isinstance(other, Tensor)
-        assert one.step == strided.stride
-        assert len(other) == ceil(100_000 / strided.stride)
-        assert 0 <= other.min() < 1000
-        assert 99_000 < other.max() < 100_000
-        assert len(other.diff().unique()) > 0.9 * len(other) / 2, "no common distance"
+def test_a_sample_has_the_configured_size_and_meets_all_columns() -> None:
     for size in (100_000, 25_000_000, 2**22):
         for ratio in (0.01, 0.1):
             stride = Selector(size, 0.06, DGCConfig(sample_ratio=ratio)).stride
@@ -383,9 +303,6 @@ def test_the_fraction_warms_up() -> None:
     listed = (0.25, 0.063, 0.015, 0.004, 0.001)
     config = DGCConfig(warmup_epochs=5, warmup_coeff=listed, compress_ratio=0.0005)
     assert [config.fraction(e + 0.5) for e in range(7)] == [*listed, 0.0005, 0.0005]
-    config = DGCConfig(warmup_epochs=4, warmup_coeff=0.1, compress_ratio=500)
-    found = [config.fraction(e) for e in range(6)]
-    assert found == pytest.approx([0.1, 0.01, 0.002, 0.002, 0.002, 0.002])
     assert DGCConfig().fraction(0) == DGCConfig(warmup_epochs=-1).fraction(0) == 0.001
     assert DGCConfig(compress_ratio=1000).fraction(0) == DGCConfig().fraction(0)
     layout, warming = Layout([(100, 100)]), {"warmup_epochs": 2, "warmup_coeff": (1, 0.1)}
@@ -500,12 +417,8 @@ def test_an_optimizer_with_momentum_is_rejected_before_anything_changes(
     ("options", "message"),
     [
         ({"compress_ratio": 0}, "compress_ratio=0: use "),
-        ({"compress_ratio": float("inf")}, "compress_ratio=inf: use "),
         ({"compress_upper_bound": 0.9}, "compress_upper_bound=0.9: use "),
         ({"compress_lower_bound": 0}, "compress_lower_bound=0: use "),
-        ({"compress_lower_bound": 1}, "compress_lower_bound=1: use "),
-        ({"clip_by": "tensor"}, "clip_by=tensor: use "),
-        ({"warmup_coeff": 1.5}, "warmup_coeff=1.5: use "),
         ({"sample_ratio": 0.005}, "sample_ratio=0.005: use "),
         ({"max_adaptation_iters": -1}, "max_adaptation_iters=-1: use "),
         ({"momentum": 1}, "momentum=1: use "),
@@ -515,9 +428,6 @@ def test_an_optimizer_with_momentum_is_rejected_before_anything_changes(
         ({"seed": -1}, "seed=-1: use "),
         ({"warmup_epochs": 3, "warmup_coeff": (0.2, 0.1)}, "warmup_coeff=.*warmup_epochs=3"),
         ({"warmup_epochs": 2, "warmup_coeff": (0.2, 0)}, "warmup_coeff=.*0"),
-        ({"compress_upper_bound": 1.0, "resample": False}, r"compress_upper_bound=1\.0: .*resampl"),
-        ({"clip_by": "value"}, "clip=None: .*clip_by=value"),
-        ({"clip": 1, "clip_by": "global-value"}, "clip=1: .*clip_by=global-value"),
     ],
 )
 def test_values_that_make_no_sense_are_rejected(options: dict[str, Any], message: str) -> None:

@@ -61,11 +61,8 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "optimizer_num_batches_per_step": (2, {"optimizer": "powersgd"}),
     "optimizer_sample_ratio": (1.0, {"optimizer": "dgc"}),
     "optimizer_momentum_masking": (False, {"optimizer": "dgc"}),
-    "optimizer_clip_by": ("value", {"optimizer": "dgc", "gradient_clipping": 0.01}),
-    "optimizer_strided_sample": (False, {"optimizer": "dgc"}),
     "optimizer_compress_upper_bound": (1.3, {"optimizer": "dgc"}),
     "optimizer_compress_lower_bound": (0.99, {"optimizer": "dgc"} | BOUNDED),
-    "optimizer_resample": (False, {"optimizer": "dgc"} | BOUNDED),
     "optimizer_warmup_epochs": (1, {"optimizer": "dgc"}),
     "optimizer_warmup_ratios": ([0.5], {"optimizer": "dgc", "optimizer_warmup_epochs": 1}),
     "optimizer_fp16_values": (True, {"optimizer": "dgc"}),
@@ -82,13 +79,10 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "optimizer_bits": (8, {"optimizer": "sparse-loco"}),
     "optimizer_error_feedback": (False, HOOK),
     "optimizer_orthogonalization_epsilon": (0.1, HOOK),
-    "optimizer_bucket_cap_mb": (0.01, HOOK | {"optimizer": "ddp-batched-powersgd"}),
 }
 # Key → another value, and a method that has it.
 TIME_ONLY = {
     "optimizer_max_adaptation_iterations": (3, "dgc"),  # beyond them, all numbers are sorted
-    "optimizer_batch_tensors_with_same_shape": (True, "ddp-powersgd"),
-    "optimizer_compression_stats_logging_frequency": (5, "ddp-powersgd"),
 }
 
 
