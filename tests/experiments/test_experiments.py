@@ -27,7 +27,7 @@ from experiments import (
     study,
     tuned_methods,
 )
-from experiments.emulated import EmulatedRun
+from experiments.compression_pays import EmulatedRun
 from powergossip.errors import BadInput
 from powergossip.network import Processes
 from powergossip.runner import runner
