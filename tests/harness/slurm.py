@@ -8,10 +8,12 @@ from tests.harness.helpers import executable
 NUMBER = "17"  # of every job
 SBATCH = f"""
 for word in "$@"; do case "$word" in
-    --output=*) log=$(printf %s "${{word#*=}}" | sed 's/%%/%/g') ;;
+    --output=*) log=${{word#*=}} ;;
     --chdir=*) cd "${{word#*=}}" ;;
     --wrap=*) script=${{word#*=}} ;;
     esac; done
+[[ ${{log//%%/}} != *%* ]] || exit 9  # %j is the number of the job, %% is %
+log=${{log//%%/%}}
 [ "${{SBATCH_PARTITION:-}}" != nowhere ] ||
     {{ echo 'sbatch: error: invalid partition specified: nowhere' >&2; exit 1; }}
 echo 'Submitted batch job {NUMBER}'
