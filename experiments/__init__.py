@@ -15,7 +15,6 @@ from experiments import (
     language_bits,
     language_larger,
     papers,
-    prediction,
     relay,
     spectrum,
     tuned_methods,
@@ -103,7 +102,6 @@ EXPERIMENTS: dict[str, Experiment] = {
         tuning_epochs=3,  # perplexities of one epoch are alike
     ),
     "compression_pays": compression_pays.experiment(),
-    "prediction": prediction.experiment(),
     "few_bits": few_bits.experiment(),
     "message_loss": failing_workers.message_loss(),
     "late_exchanges": failing_workers.late_exchanges(),

@@ -10,14 +10,18 @@ run once, in one process. The time to a target is the number of steps to the tar
 seconds per step.
 """
 
+import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from environment import emulated_cluster
 from experiments.compressed_gradients import METHODS as GRADIENTS
 from experiments.study import Axes, Outcomes, Table, grid, step_bits, step_phases, study, table
 from experiments.tuned_methods import METHODS as GOSSIP
-from powergossip.runner.runner import Experiment, Values
+from powergossip.errors import BadInput
+from powergossip.runner.runner import ROOT, Experiment, Run, Values
 from powergossip.runs import figures
 from powergossip.runs.metrics import select_rows
 
@@ -68,12 +72,54 @@ TIMING: Values = {
 }
 
 
+EMULATOR = ROOT / "environment" / "emulated_cluster.py"
+# Without it, long messages that cross wait for each other, see the emulator.
+CROSSING_MESSAGES = "OMPI_MCA_btl_tcp_flags=send"
+
+
+@dataclass(frozen=True)
+class EmulatedRun(Run):
+    """A run on a cluster with a host for each process, which the emulator starts.
+
+    Attributes:
+        rate: Rate of its links, as an argument of the emulator ("100mbit", "none").
+    """
+
+    rate: str = "none"
+
+    @property
+    def links(self) -> Mapping[str, str]:
+        return {"rate": self.rate}
+
+    @property
+    def program(self) -> list[str]:
+        emulator = [sys.executable, str(EMULATOR), "--hosts", str(self.processes)]
+        return ["env", CROSSING_MESSAGES, *emulator, "--rate", self.rate, "--", *super().program]
+
+    @property
+    def launched(self) -> int:
+        return 1
+
+    def cores(self, available: int) -> int:
+        return available
+
+    def check(self, launcher: str) -> None:
+        if launcher != "mpirun":
+            raise BadInput(
+                f"--launcher={launcher}: use mpirun; these runs emulate a cluster on this machine"
+            )
+        try:
+            emulated_cluster.check_machine(sys.executable)
+        except emulated_cluster.Refused as refusal:
+            raise BadInput(f"these runs emulate a cluster on this machine: {refusal}") from refusal
+
+
 def experiment() -> Experiment:
     """Timed steps at each rate, and learning in one process."""
     cases = grid(MODEL | LEARNING, {"method": METHODS})
     for rate in RATES:
         axes: Axes = {"method": METHODS, "rate": {rate: {}}}
-        cases |= grid(MODEL | TIMING, axes, processes=HOSTS, rate=rate)
+        cases |= grid(MODEL | TIMING, axes, run=EmulatedRun, processes=HOSTS, rate=rate)
     title = "when compression pays: an LSTM on four hosts with links of 10 Mbit/s to no limit"
     return study(title, cases, report)
 

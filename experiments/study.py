@@ -5,7 +5,6 @@ seed or, while settings are compared, for each setting.
 """
 
 import csv
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,8 +12,6 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from experiments.emulated import EmulatedRun
-from powergossip.atomic_files import write_atomically
 from powergossip.formatting import markdown, spread
 from powergossip.runner.runner import Experiment, Results, Run, Values
 from powergossip.runs import figures
@@ -132,7 +129,7 @@ def grid(
     values: Values,
     axes: Axes,
     seeds: Sequence[int] = (),
-    entry: str = "train",
+    run: Callable[..., Run] = Run,
     **of_run: Any,
 ) -> Cases:
     """Return the runs of each combination of names on the axes.
@@ -141,7 +138,8 @@ def grid(
         values: Values of all runs.
         axes: Names on each axis, with their further values.
         seeds: Seeds of a case's runs. (): one run, with the seed of the values.
-        of_run: Processes of a Run, and rate and latency of an EmulatedRun.
+        run: Kind of the runs.
+        of_run: Further attributes of each run, such as processes.
     """
     cases: Cases = {}
     for chosen in product(*(axis.items() for axis in axes.values())):
@@ -150,9 +148,7 @@ def grid(
         of_case = {key: value for part in parts for key, value in part.items()}
         labels = dict(zip(axes, case, strict=True))
         of_seeds: list[Values] = [{"seed": seed} for seed in seeds] or [{}]
-        make = EmulatedRun if of_run.get("rate") else Run
-        given = {name: value for name, value in of_run.items() if value != ""}
-        cases[case] = [make(entry, of_case | s, labels | s, **given) for s in of_seeds]
+        cases[case] = [run("train", of_case | s, labels | s, **of_run) for s in of_seeds]
     return cases
 
 
@@ -338,13 +334,6 @@ def crossed(
         [corner, *map(column, columns)],
         *([name(row), *(cell(outcomes[row, of]) for of in columns)] for row in rows),
     ]
-
-
-def measured_once(file: Path, measure: Callable[[], Any]) -> Any:
-    """Return a measurement of the first report, which is kept in a JSON file."""
-    if not file.exists():
-        write_atomically(file, json.dumps(measure()) + "\n")
-    return json.loads(file.read_text())
 
 
 def quality(measure: str, places: int = 2) -> Columns:

@@ -28,7 +28,6 @@ ELSEWHERE = {
     "pip": "changes the environment",
     "--host": "needs other hosts",
     "mine.py": "the reader's own",
-    "delayed_switch.py": "needs root and namespaces; emulated_cluster.py starts it",
     "guard.py": "copied into the folder of an experiment, which starts it",
     "docs.drawings": "has no arguments, and draws",
     "tests/harness/dry_run.py": "started here",

@@ -1,22 +1,19 @@
-"""environment/slurm/train.sbatch: its response to a signal, with stand-ins for mpirun and Slurm;
-with the real mpirun; and in a real Slurm where there is one."""
+"""environment/slurm/train.sbatch: its response to a signal, with stand-ins for mpirun and Slurm,
+and with the real mpirun."""
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from powergossip.network import Processes
 from powergossip.runs.checkpoints import Checkpoints
-from tests.harness import launch, slurm
+from tests.harness import launch
 from tests.harness.helpers import executable, wait_until
 
 TEMPLATE = launch.ROOT / "environment" / "slurm" / "train.sbatch"
@@ -238,49 +235,3 @@ def test_mpirun_passes_the_signal_on_and_the_run_resumes(job: Job, tmp_path: Pat
     assert started.returncode == 0, errors
     assert last_step(output) == (step // steps + 1) * steps
     assert job.requeued() == ["requeue 17"]
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[slurm.Cluster]:
-    with ExitStack() as stack:
-        try:
-            started = stack.enter_context(slurm.running())
-        except slurm.Unavailable as error:
-            pytest.skip(f"no Slurm: {error}")
-        yield started
-
-
-@pytest.mark.slow
-@needs_venv
-def test_a_job_of_slurm_is_requeued_and_resumes(cluster: slurm.Cluster, tmp_path: Path) -> None:
-    """scancel sends the signal as Slurm does before a time limit, which is a minute at least."""
-    output, log = tmp_path / "run", tmp_path / "log"
-
-    def show(field: str) -> str:
-        shown = cluster.command("scontrol", "show", "job", number).stdout
-        found = re.search(rf"\b{field}=(\S+)", shown)
-        return found[1] if found else ""
-
-    with launch.one_mpirun_at_a_time():
-        submitted = cluster.command(
-            *("sbatch", "--parsable", "--ntasks=2", f"--chdir={launch.ROOT}", f"--output={log}"),
-            f"--export=ALL,SLURM_SUBMIT_DIR={launch.ROOT},OUTPUT_DIR={output},OMP_NUM_THREADS=1",
-            *(str(TEMPLATE), *run(epochs=40)),
-        )
-        assert submitted.returncode == 0, submitted.stderr
-        number = submitted.stdout.strip()
-        wait_until(lambda: has_rows(output), 120)
-        assert cluster.command("scancel", "--batch", "--signal=USR1", number).returncode == 0
-        wait_until(lambda: show("Restarts") == "1" and show("JobState") == "PENDING")
-        step = last_step(output)
-        assert step > 0
-        # Slurm would wait two minutes before it starts it again. Within the second in which the
-        # node has ended the job it refuses to start it ("Job credential revoked").
-        soon = ("scontrol", "update", f"JobId={number}", "StartTime=now+3")
-        wait_until(lambda: cluster.command(*soon).returncode == 0)
-        ended = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "DEADLINE")
-        wait_until(lambda: show("JobState") in ended, 300)
-    printed = log.read_text()
-    assert "SIGUSR1" in printed
-    assert "After 40 epochs" in printed, cluster.command("scontrol", "show", "job", number).stdout
-    assert last_step(output) > step

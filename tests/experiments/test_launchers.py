@@ -296,157 +296,63 @@ def test_an_interrupted_start_takes_its_process_along(tmp_path: Path) -> None:
 # --- Slurm ----------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def daemons() -> Iterator[slurm.Cluster]:
-    try:
-        with slurm.running() as cluster:
-            yield cluster
-    except slurm.Unavailable as reason:
-        pytest.skip(str(reason))
-
-
 @pytest.fixture
-def cluster(daemons: slurm.Cluster, monkeypatch: pytest.MonkeyPatch) -> slurm.Cluster:
-    for name in [name for name in os.environ if name.startswith(("SLURM_", "SBATCH_"))]:
-        monkeypatch.delenv(name)
-    for name, value in daemons.environment.items():
-        monkeypatch.setenv(name, value)
-    return daemons
+def sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    monkeypatch.setenv("PATH", slurm.path(tmp_path / "bin"))
+    return monkeypatch
 
 
-def number_of(job: Job) -> str:
-    """The number of the job that is recorded; "" if there is none."""
-    file = job.folder / jobs.SLURM
-    return file.read_text().strip() if file.exists() else ""
-
-
-def began(job: Job) -> bool:
-    return count(job.folder, "began-*") > 0
-
-
-@contextmanager
-def called(launcher: Slurm, job: Job) -> Iterator[Callable[[], int]]:
-    """The launcher is called in a thread; the function waits for the exit code."""
-    with ThreadPoolExecutor(1) as pool:
-        future = pool.submit(launcher, job)
-        try:
-            yield lambda: future.result(timeout=120)
-        finally:
-            launcher.leave()
-
-
-def test_slurm_runs_jobs_at_the_same_time(cluster: slurm.Cluster, tmp_path: Path) -> None:
-    """With their exit codes and their output; here and under mpirun."""
-    folders = [tmp_path / name for name in ("a", "100 % b", "c", "d", "e")]
+@pytest.mark.usefixtures("sbatch")
+def test_slurm_runs_jobs_at_the_same_time(tmp_path: Path) -> None:
+    """With their exit codes and their output; here and under mpirun. Slurm runs those of a name one
+    after the other."""
+    folders = [tmp_path / name for name in ("a", "100 % b", "c", "d")]
     jobs = [
         shell(folders[0], "echo threads $OMP_NUM_THREADS; pwd; echo complaint >&2"),
         shell(folders[1], "exit 3"),
-        shell(folders[2], "kill -KILL $$"),
-        job_of(folders[3], "no-such-program"),
-        python(folders[4], MPI, processes=2),
+        job_of(folders[2], "no-such-program"),
+        python(folders[3], MPI, processes=2),
     ]
     launcher = Slurm()
     launcher.check()
     with one_mpirun_at_a_time(), ThreadPoolExecutor(len(jobs)) as pool:
         codes = list(pool.map(launcher, jobs))
-    assert codes == [0, 3, 1, 127, 0]
-    submitted, *lines = output(jobs[0])
-    assert submitted.startswith("Submitted batch job ")
-    assert lines == ["threads 1", os.getcwd(), "complaint"]
-    assert "no-such-program: not found" in output(jobs[3])[-1]
-    assert sorted(output(jobs[4])[1:]) == ["process 0 of 2", "process 1 of 2"]
-    assert [starts(job) for job in jobs] == [1] * 5
+    assert codes == [0, 3, 127, 0]
+    assert output(jobs[0]) == [
+        *(f"Submitted batch job {slurm.NUMBER}", "threads 1", os.getcwd(), "complaint")
+    ]
+    assert "no-such-program" in output(jobs[2])[-1]
+    assert sorted(output(jobs[3])[1:]) == ["process 0 of 2", "process 1 of 2"]
+    assert [starts(job) for job in jobs] == [1] * 4
     assert not any((job.folder / "slurm").exists() for job in jobs)
 
 
-@pytest.mark.slow
-def test_a_job_of_slurm_continues_without_the_runner(
-    cluster: slurm.Cluster, tmp_path: Path
-) -> None:
-    """The job of the next one begins when it has ended."""
-    job = python(tmp_path, LASTING, tmp_path, 600)
-    with killed("slurm", job, lambda: began(job)) as program:
+@pytest.mark.usefixtures("sbatch")
+def test_a_job_of_slurm_continues_without_the_runner(tmp_path: Path) -> None:
+    """Another launcher does not start it meanwhile."""
+    job = python(tmp_path, LASTING, tmp_path, 2)
+    with killed("slurm", job, lambda: count(tmp_path, "began-*")) as program:
         program.kill()
         program.wait()
-    number = number_of(job)
-    assert cluster.jobs() == [number]
     assert Mpirun()(job) == 1
-    assert output(job)[-1].startswith(f"error: Slurm's job {number} does this run; use ")
-    launcher = Slurm()
-    with called(launcher, job) as code:
-        wait_until(lambda: len(cluster.jobs()) == 2)
-        assert count(tmp_path, "began-*") == 1
-        cluster.command("scancel", "--signal=USR1", "--batch", number)
-        wait_until(lambda: count(tmp_path, "began-*") == 2)
-        assert count(tmp_path, "ended-*") == 1
-        launcher.leave()
-        assert code() == 128 + STOP
-    assert number_of(job) in cluster.jobs()
-    cluster.command("scancel", "--signal=USR1", "--batch", number_of(job))
-    wait_until(lambda: count(tmp_path, "ended-*") == 2)
+    assert output(job)[-1].startswith(f"error: Slurm's job {slurm.NUMBER} does this run; use ")
+    assert count(tmp_path, "ended-*") == 0
+    wait_until(lambda: count(tmp_path, "ended-*"))
+    assert Slurm()(shell(tmp_path, "true")) == 0
+    assert Mpirun()(shell(tmp_path, "true")) == 0
 
 
-@pytest.mark.slow
-def test_exit_codes_of_jobs_that_others_end(cluster: slurm.Cluster, tmp_path: Path) -> None:
-    asked, cancelled, gone, pending = (
-        python(tmp_path / str(i), LASTING, tmp_path / str(i), 600, processes=n)
-        for i, n in enumerate((1, 1, 1, 1000))
-    )
-    with (
-        called(Slurm(), asked) as code_of_asked,
-        called(Slurm(), cancelled) as code_of_cancelled,
-        called(Slurm(), gone) as code_of_gone,
-        called(Slurm(patience=1), pending) as code_of_pending,
+def test_errors_of_sbatch_and_jobs_that_never_begin_are_in_the_log(
+    sbatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """sbatch reads further options from the environment. For a job that is cancelled before it
+    begins, it reports success."""
+    for partition, text in (
+        ("nowhere", "sbatch: error: invalid partition specified: nowhere\n"),
+        ("cancelled", "error: Slurm's job has ended before it began\n"),
     ):
-        wait_until(lambda: began(asked) and began(cancelled) and began(gone))
-        wait_until(lambda: len(cluster.jobs()) == 4)
-        cluster.command("scancel", "--signal=USR1", "--batch", number_of(asked))
-        cluster.command("scancel", number_of(cancelled))
-        cluster.command("scancel", "--state=PENDING")
-        (file,) = gone.folder.glob("began-*")
-        os.kill(int(file.name.removeprefix("began-")), signal.SIGKILL)
-        assert code_of_asked() == 128 + signal.SIGUSR1
-        codes = code_of_cancelled(), code_of_gone(), code_of_pending()
-        assert all(code not in (0, 128 + STOP) for code in codes)
-    assert pending.log.read_text().endswith("error: Slurm's job has ended before it began\n")
-
-
-def test_an_error_of_sbatch_is_in_the_log(
-    cluster: slurm.Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """sbatch reads further options from the environment."""
-    monkeypatch.setenv("SBATCH_PARTITION", "nowhere")
-    job = shell(tmp_path, "true")
-    assert Slurm()(job) == 1
-    assert "sbatch: error: invalid partition specified: nowhere" in job.log.read_text()
-    assert not (tmp_path / jobs.SLURM).exists()
-
-
-@pytest.mark.slow
-def test_a_job_of_slurm_continues_without_the_controller(
-    cluster: slurm.Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """sbatch waits for it."""
-    job = python(tmp_path, LASTING, tmp_path, 1)
-    with called(Slurm(), job) as code:
-        wait_until(lambda: began(job))
-        cluster.stop_controller()
-        try:
-            wait_until(lambda: count(tmp_path, "ended-*"))
-        finally:
-            cluster.start_controller()
-        assert code() == 5
-
-
-@pytest.mark.slow
-def test_slurm_on_several_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Open MPI learns the nodes from Slurm, and puts a process on each."""
-    job = job_of(tmp_path, "sh", "-c", "echo $SLURMD_NODENAME", processes=2)
-    try:
-        with slurm.running(cores=(1, 1)) as cluster, one_mpirun_at_a_time():
-            for name, value in cluster.environment.items():
-                monkeypatch.setenv(name, value)
-            assert Slurm()(job) == 0
-    except slurm.Unavailable as reason:
-        pytest.skip(str(reason))
-    assert sorted(output(job)[1:]) == ["node0", "node1"]
+        sbatch.setenv("SBATCH_PARTITION", partition)
+        job = shell(tmp_path, "true")
+        assert Slurm(patience=0.1)(job) == 1
+        assert job.log.read_text().endswith(text)
+        assert not (tmp_path / jobs.SLURM).exists()

@@ -1,6 +1,5 @@
 """Every experiment from rows to its report. Rows are those of real runs, with other numbers."""
 
-import json
 import random
 import re
 from collections.abc import Callable
@@ -11,7 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from experiments import EXPERIMENTS, different_data, prediction, study
+from experiments import EXPERIMENTS, different_data, study
 from experiments.study import RELAY, TUNING_SEED, Outcome
 from powergossip import algorithms, topologies
 from powergossip.algorithms.learning import check
@@ -125,9 +124,6 @@ def test_a_report_has_its_tables_and_settings_are_chosen_without_test_data(
     drawn: list[str] = []
     for kind in ("curves", "scatter", "consensus_figure"):
         monkeypatch.setattr(figures, kind, lambda rows, path, *_, **__: drawn.append(path.name))
-    costs = {method: [1e-3, 2e-3] for method in prediction.METHODS}
-    (tmp_path / "averaging.json").write_text(json.dumps(costs))
-    (tmp_path / "slowdown.json").write_text('{"4": 1.2, "8": 1.5}')
     text = experiment.report(rows, tmp_path)
     assert set(re.findall(r"\]\((\S+\.svg)\)", text)) <= set(drawn)
     tables = re.findall(r"\]\((\S+\.csv)\)", text)
@@ -174,9 +170,3 @@ def test_bits_of_relays_are_the_mean_of_all_workers(topology: str) -> None:
     rows = pd.DataFrame({"bits": [0, 100 * edges[0]]})
     assert Outcome([run], [rows]).bits == pytest.approx(100 * sum(edges) / 8)
     assert len(set(edges)) > 1
-
-
-@pytest.mark.slow
-def test_processes_that_measure_gradients_begin_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prediction, "OF_GRADIENTS", 0.5)
-    assert 0 < prediction.gradient_seconds(2) < 0.5

@@ -50,9 +50,6 @@ EXAMPLES = {
     "ddp_hook.py": Shown(
         together=r"^sent by each worker: 1635\.8 kB$",  # as gossip.py before its merge
     ),
-    "huggingface_module.py": Shown(
-        together=r"^sent by each worker: 817\.9 kB$",  # as gossip.py, with 2 bytes per element
-    ),
     "plain_loop.py": Shown(
         # 20 · 11 steps: 2 · 4 · 220 · (64 + 128 + 128 + 10 + 128 + 128 + 128 + 10)
         together=r"^sent by each worker: 1274\.2 kB$",

@@ -4,8 +4,7 @@ import os
 import subprocess
 from collections.abc import Sequence
 
-from environment import emulated_cluster
-from environment.emulated_cluster import batch
+from environment.emulated_cluster import Refused, batch
 
 PUBLIC = "203.0.113"  # first bytes of public addresses
 V6 = "2001:db8::"
@@ -30,7 +29,7 @@ class Internet:
         batch("ip", ["link set lo up", *lines], self.of(name))
 
     def of(self, name: str) -> str:
-        return f"{emulated_cluster.FAMILY}-{os.getpid()}-{name}"
+        return f"internet-{os.getpid()}-{name}"
 
     def ip(self, name: str, *lines: str) -> None:
         batch("ip", lines, self.of(name))
@@ -99,8 +98,9 @@ class Internet:
             self.command(name, *words), input=text, capture_output=True, text=True, check=False
         )
         if done.returncode:
-            raise emulated_cluster.Refused(f"{' '.join(words)}: {done.stderr}")
+            raise Refused(f"{' '.join(words)}: {done.stderr}")
         return done.stdout
 
     def remove(self) -> None:
-        emulated_cluster.remove(self.names)
+        """Remove the namespaces, whose processes have ended."""
+        batch("ip", [f"netns delete {name}" for name in self.names])

@@ -205,27 +205,20 @@ class Meeting:
             f"{counted(size - 1, 'other machine')}\n\n  {start}\n",
             flush=True,
         )
-        ready: dict[Link, tuple[str, ...]] = {}  # addresses
+        ready: list[Link] = []
         admitted: dict[Link, asyncio.Task[None]] = {}
 
         async def admit(link: Link) -> None:
             with suppress(PeerLost):
-                try:
-                    octets = await link.receive_any(MEETING, LIMIT)
-                    addresses = tickets.addresses_of(decoded(octets))
-                except (ValueError, TypeError) as error:
-                    raise link.misbehaved("it does not speak this protocol") from error
-                await link.send(ANSWER, encoded([NEW, definition]))
-                await link.receive_any(MEETING, LIMIT)
-                seen = [link.address] if link.address else []
-                ready[link] = tuple(dict.fromkeys([*seen, *addresses]))[: tickets.MOST]
+                if await node.admitted(link, NEW):
+                    node.knows(link.key, [link.address] if link.address else [])
+                    ready.append(link)
 
         told = -1
         while told < size - 1:
             for link in set(node.links.values()) - set(admitted):
                 admitted[link] = asyncio.ensure_future(admit(link))
-            for link in [link for link in ready if link.is_lost]:
-                del ready[link]
+            ready[:] = [link for link in ready if not link.is_lost]
             if told != len(ready):
                 told = len(ready)
                 print(f"{1 + told} of {size} machines are here", flush=True)
@@ -234,7 +227,7 @@ class Meeting:
             task.cancel()
         order = {key: process for process, (key, _) in enumerate(self._known)}
         others = sorted(ready, key=lambda link: order.get(link.key, size))[: size - 1]
-        places = [(node.key, node.addresses), *((link.key, ready[link]) for link in others)]
+        places = [(node.key, node.addresses), *((of.key, node.places[of.key]) for of in others)]
         for link in others:
             await link.send(ANSWER, encoded(tickets.words_of(places)))
         return places

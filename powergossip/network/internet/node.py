@@ -77,6 +77,7 @@ class Node:
         meets: True until the run has its machines: they may come, leave and come again.
         links: Connections by public key.
         definition: Definition of a run that goes on, for machines that come back to it.
+        places: Known addresses of machines, by public key.
         back: Connections of machines that have come back and ask to be admitted. None before the
             machines of the run are connected, and where nobody may come back.
         is_away: True if the run goes on without this machine, which is not ready yet.
@@ -95,7 +96,7 @@ class Node:
         self.key: bytes = self._iroh.SecretKey.from_bytes(key).public().to_bytes()
         self.links: dict[bytes, Link] = {}
         self.back: dict[bytes, Link] | None = None
-        self._places: dict[bytes, tuple[str, ...]] = {}
+        self.places: dict[bytes, tuple[str, ...]] = {}
         self._seen: dict[bytes, str] = {}  # the addresses of the last calls
         self._choosing: set[bytes] = set()
         self._callers: list[str] = []  # networks of those in a handshake
@@ -186,8 +187,8 @@ class Node:
     def knows(self, key: bytes, addresses: Iterable[str]) -> None:
         """Keep addresses at which a machine may be, before those that are known."""
         with suppress(ValueError):
-            found = list(dict.fromkeys([*addresses, *self._places.get(key, ())]))
-            self._places[key] = addresses_of(found[:MOST])
+            found = list(dict.fromkeys([*addresses, *self.places.get(key, ())]))
+            self.places[key] = addresses_of(found[:MOST])
 
     def known_link(self, key: bytes) -> Link | None:
         """The connection to a machine, if there is one. Machines that meet may replace it."""
@@ -209,7 +210,7 @@ class Node:
         finally:
             dialing.cancel()
         if link is None:
-            tried = ", ".join(self._places.get(key, ())) or "none"
+            tried = ", ".join(self.places.get(key, ())) or "none"
             name = name or f"machine {key.hex()[:8]}"
             tried += "" if self._relay else "; without a relay"
             raise PeerLost(f"no connection to {name}: {why}; addresses tried: {tried}")
@@ -244,7 +245,7 @@ class Node:
         """A connection with a machine, at all of its addresses that are known."""
         relay = self._relay if self._relay not in ("", N0) else None
         endpoint = self._iroh.EndpointId.from_bytes(key)
-        place = self._iroh.EndpointAddr(endpoint, relay, list(self._places.get(key, ())))
+        place = self._iroh.EndpointAddr(endpoint, relay, list(self.places.get(key, ())))
         return await self.endpoint.connect(place, self.protocol)
 
     @asynccontextmanager
@@ -410,15 +411,22 @@ class Node:
         try:
             async with asyncio.timeout(_HANDSHAKE):
                 link = await self._choose(key, connection, stream, returns=True)
-                if link is None:
-                    return
-                self.knows(key, addresses_of(decoded(await link.receive_any(MEETING, LIMIT))))
-            answer = [AWAY if self.is_away else RUNNING, self.definition]
-            await link.send(ANSWER, encoded(answer))
-            if decoded(await link.receive_any(MEETING, LIMIT)) == READY:
+            if link is not None and await self.admitted(link, AWAY if self.is_away else RUNNING):
                 self.back[key] = link
-        except (TimeoutError, self._iroh.IrohError, PeerLost, ValueError, TypeError):
+        except (TimeoutError, self._iroh.IrohError, PeerLost, ValueError):
             connection.close(MISBEHAVED, b"it has not come back")
+
+    async def admitted(self, link: Link, state: str) -> bool:
+        """Tell a machine the state and the definition of the run. Wait for its answer: is it ready?
+
+        Raises PeerLost.
+        """
+        try:
+            self.knows(link.key, addresses_of(decoded(await link.receive_any(MEETING, LIMIT))))
+            await link.send(ANSWER, encoded([state, self.definition]))
+            return bool(decoded(await link.receive_any(MEETING, LIMIT)) == READY)
+        except (ValueError, TypeError) as error:
+            raise link.misbehaved("it does not speak this protocol") from error
 
     def _tell(self, text: str) -> None:
         """A line about a stranger, now and then."""
