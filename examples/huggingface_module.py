@@ -1,6 +1,6 @@
 """A module in the style of Hugging Face: keyword arguments in, an object with a loss out.
 
-Gradients of two batches are accumulated, and parameters and messages are in bfloat16.
+Gradients of two batches are accumulated, and parameters are in bfloat16.
 
 Run `mpirun -np 4 python examples/huggingface_module.py`, or alone.
 """
@@ -37,7 +37,7 @@ mine = train[rank : len(train) - len(train) % size : size]  # equally many sampl
 torch.manual_seed(rank)  # for the batches. Models start from the values of process 0
 model = Classifier().bfloat16()
 local = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-optimizer = GossipOptimizer(local, "power-gossip", rank=1, message_dtype="parameter")
+optimizer = GossipOptimizer(local, "power-gossip", rank=1)
 
 for _ in range(20):
     for batch in mine[torch.randperm(len(mine))].split(32):

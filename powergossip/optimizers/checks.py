@@ -14,12 +14,15 @@ from torch.nn.parameter import is_lazy
 
 from powergossip.errors import BadInput
 from powergossip.network import Processes
-from powergossip.parameters import listed
+from powergossip.parameters import PRECISIONS, listed
 from powergossip.trees import sha256
 
 # A decorator of functions that communicate, which torch.compile then leaves as they are. The public
 # torch.compiler.disable imports torch._dynamo at once, which takes a second.
 not_compiled = _disable_dynamo
+
+HALF = (torch.bfloat16, torch.float16)
+DTYPES = (*PRECISIONS, *HALF)  # of trainable parameters
 
 Params = Iterable[Tensor | tuple[str, Tensor]]  # model.parameters() or model.named_parameters()
 
@@ -38,6 +41,11 @@ def named(params: Params) -> tuple[list[str], list[Tensor]]:
             names.append(f"parameter {index}{shape}")
         tensors.append(tensor)
     return names, tensors
+
+
+def working_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
+    """float64 if one of the tensors has it, otherwise float32, for half precision too."""
+    return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
 
 
 def is_frozen(tensor: Tensor) -> bool:

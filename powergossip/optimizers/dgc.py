@@ -26,13 +26,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from powergossip import checks
 from powergossip.algorithms.dgc import DGCAggregation, DGCConfig
 from powergossip.network import Network
-from powergossip.optimizers.checks import Params
+from powergossip.optimizers.checks import HALF, Params
 from powergossip.optimizers.dgc_sgd import DGCSGD, check_momentum
 from powergossip.optimizers.gradients import CompressedMean, Gradients, optimizer_step
-from powergossip.optimizers.precision import HALF, MESSAGE_DTYPES
 
 __all__ = ["DGC", "DGCSGD", "DGCConfig", "check_momentum", "optimizer_step"]
 
@@ -44,8 +42,6 @@ class DGC(CompressedMean):
 
     Args:
         params, network, process_group: As for `PowerSGD`.
-        message_dtype: "float32", or "parameter", which sends values of parameters in half precision
-            in their dtype. Rounding errors are sent later.
 
     Attributes:
         flat: The parameters, the mean of this step's batches and the mean of the workers.
@@ -61,14 +57,11 @@ class DGC(CompressedMean):
         network: Network | None = None,
         *,
         process_group: Any = None,
-        message_dtype: str = "float32",
     ):
-        checks.one_of("message_dtype", message_dtype, MESSAGE_DTYPES)
         self.config = config or DGCConfig()
         dtypes = (torch.float32, *HALF)
         flat = Gradients(params, network, process_group=process_group, dtypes=dtypes)
-        value_dtype = flat.message_dtype(message_dtype)
-        super().__init__(flat, DGCAggregation(flat.network, flat.layout, self.config, value_dtype))
+        super().__init__(flat, DGCAggregation(flat.network, flat.layout, self.config))
         self._calls = 0  # since the last step
 
     def at_epoch(self, epoch: float) -> None:

@@ -25,13 +25,14 @@ from powergossip import checks, network
 from powergossip.algorithms import learning as learning_rules
 from powergossip.network import Processes
 from powergossip.optimizers.checks import (
+    DTYPES,
     check_gradients,
     check_own_gradients,
     check_same_everywhere,
     named,
     not_compiled,
 )
-from powergossip.optimizers.gossip_engine import DTYPES, Averaged, trainable_of
+from powergossip.optimizers.gossip_engine import Averaged, trainable_of
 from powergossip.optimizers.gossip_method import GossipMethod
 from powergossip.optimizers.gradients import Traffic
 from powergossip.optimizers.learning_rules import LearningRule
@@ -97,9 +98,8 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
 
     Parameters must be dense tensors on one device, in float32, bfloat16 or float16, or all in
     float64. Those in float64 are averaged and sent in float64, with 64 bits per element. Those in
-    half precision stay where they are. They are averaged in float32 and rounded once, after G.
-    Their messages have 32 bits per element, or with message_dtype="parameter" the bits of the
-    parameters' dtype. Encoded messages (choco, deepsqueeze, moniqua) do not depend on the dtype.
+    half precision stay where they are. They are averaged and sent in float32, and rounded once,
+    after G. Encoded messages (choco, deepsqueeze, moniqua) do not depend on the dtype.
 
     Frozen parameters (requires_grad=False at construction) may have any dtype. They are given the
     values of process 0 at construction, where they are, and are not averaged.
@@ -143,7 +143,6 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
         learning: str = learning_rules.DEFAULT,
         learning_options: Mapping[str, Any] | None = None,
         max_norm: float | None = None,
-        message_dtype: str = "float32",
         process_group: Any = None,
         mesh: Any = None,
         per_shard: bool = False,
@@ -175,7 +174,7 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
 
         with who.agreed():
             check_wrappable(optimizer, local_steps)
-            check_sharding_options(mesh, per_shard, message_dtype)
+            check_sharding_options(mesh, per_shard)
             self.method = GossipMethod.on_graph(
                 method,
                 learning,
@@ -192,13 +191,7 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
             trainable = trainable_of(optimizer, sharded=sharding is not None)
         check_same_everywhere(who, {"local_steps": local_steps, "overlapping": overlapping})
         self._averaged = Averaged(
-            "GossipOptimizer",
-            who,
-            self.method,
-            trainable[0],
-            self._learning,
-            message_dtype,
-            sharding,
+            "GossipOptimizer", who, self.method, trainable[0], self._learning, sharding
         )
         self.network = self._averaged.network
         self._add([p for group in self.param_groups for p in group["params"]])

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from powergossip import network
 from powergossip.network import Conversation, Exchange, Processes, processes_of, together
 from powergossip.optimizers.checks import (
+    DTYPES,
     check_owner,
     check_same_everywhere,
     check_same_parameters,
@@ -25,20 +26,18 @@ from powergossip.optimizers.checks import (
     named,
     owner_of,
     warn_of_buffers,
+    working_dtype,
 )
 from powergossip.optimizers.gossip_method import GossipMethod
 from powergossip.optimizers.gossip_part import Part
 from powergossip.optimizers.gradients import Traffic
 from powergossip.optimizers.learning_rules import LearningRule
-from powergossip.optimizers.precision import HALF, message_dtype_of, working_dtype
 from powergossip.optimizers.sharded_parameters import (
     Sharding,
     memory,
     reshard_modules,
 )
-from powergossip.parameters import PRECISIONS, check_parameters
-
-DTYPES = (*PRECISIONS, *HALF)  # of trainable parameters
+from powergossip.parameters import check_parameters
 
 _VERSION = 3  # of the state
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # dtype by the bytes of an element
@@ -56,8 +55,6 @@ class Averaged(Traffic):
     Args:
         owner: Name of the object that the user created, for errors.
         like: One of the parameters. If it is in float64, all are, or else none.
-        message_dtype: "float32", or "parameter": messages about parameters in bfloat16 or float16
-            have their dtype. Those about parameters in float64 always have 64 bits.
         learning: The learning rule.
         sharding: The shards of each worker. The processes are then those with this shard.
 
@@ -72,17 +69,14 @@ class Averaged(Traffic):
         method: GossipMethod,
         like: Tensor,
         learning: LearningRule,
-        message_dtype: str = "float32",
         sharding: Sharding | None = None,
     ):
-        self.sharding = sharding
         self.owner, self.processes, self.method = owner, processes, method
-        self.message_dtype, self._learning = message_dtype, learning
+        self.sharding, self._learning = sharding, learning
         with processes.agreed():
-            message_dtype_of(message_dtype, torch.float32)
             self.network = method.network(processes, like.device, working_dtype([like]))
         of_all = {"the method": method.facts(), "the graph": self.network.topology.fingerprint}
-        check_same_everywhere(processes, of_all | {"message_dtype": message_dtype})
+        check_same_everywhere(processes, of_all)
         if self.n_workers == 1 and processes is processes_of():
             warnings.warn(
                 f"{owner} averages nothing in a single process; start several, such as "
@@ -133,7 +127,6 @@ class Averaged(Traffic):
             with self.processes.agreed():
                 part = Part(
                     [p for p in trained if p.dtype == dtype],
-                    self.message_dtype,
                     partial(self._learning.build, self.network, self.method, index, steps),
                     self.sharding,
                 )
@@ -333,7 +326,7 @@ class Averaged(Traffic):
 
     def _facts(self) -> dict[str, Any]:
         """Values that must be equal in an object that loads this one's state."""
-        others = {} if self.message_dtype == "float32" else {"message_dtype": self.message_dtype}
+        others = {}
         if self.network.dtype != torch.float32:
             others["dtype"] = str(self.network.dtype)
         if self.sharding is not None:

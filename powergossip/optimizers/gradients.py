@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from functools import cached_property, reduce
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from powergossip import topologies
 from powergossip.network import Network, Processes, checked_barrier_at_exit, processes_of
 from powergossip.optimizers.checks import (
+    DTYPES,
     Params,
     check_gradients,
     check_optimizer,
@@ -23,14 +24,13 @@ from powergossip.optimizers.checks import (
     not_compiled,
     owner_of,
     warn_of_buffers,
+    working_dtype,
 )
 from powergossip.optimizers.dgc_sgd import check_momentum
-from powergossip.optimizers.precision import message_dtype_of, working_dtype
 from powergossip.optimizers.sharded_parameters import is_divided, memory, replicas
 from powergossip.parameters import Layout, check_parameters
 
 Tensors = Sequence[Tensor]
-FLOATING_POINT = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class Traffic:
@@ -173,14 +173,6 @@ class Gradients:
         )
         return [*map(memory, gradients)]
 
-    def message_dtype(self, name: str) -> torch.dtype | None:
-        """The dtype of messages in half precision, or None. See `precision.message_dtype_of`.
-
-        Parameters of several dtypes have the smallest one that holds them all.
-        """
-        dtype = reduce(torch.promote_types, (p.dtype for p in self.parameters))
-        return message_dtype_of(name, dtype)
-
 
 class Aggregator(ABC):
     """A mean of the gradients of all workers, exact or approximate. See `optimizer_step`."""
@@ -214,7 +206,7 @@ class Aggregator(ABC):
         clear_frozen_gradients(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         trained = [p for p in parameters if not is_frozen(p)]
-        return trained, check_gradients(trained, required=True, dtypes=FLOATING_POINT)
+        return trained, check_gradients(trained, required=True, dtypes=DTYPES)
 
     def mean_of(self, parameters: Tensors, gradients: Tensors) -> list[Tensor] | None:
         """Return the mean of gradients and errors, keep the new errors, and change no gradient."""

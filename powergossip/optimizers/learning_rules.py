@@ -12,9 +12,8 @@ from torch import Tensor
 from powergossip import algorithms, checks
 from powergossip.algorithms import learning
 from powergossip.network import Network
-from powergossip.optimizers.checks import is_frozen, named
+from powergossip.optimizers.checks import HALF, is_frozen, named
 from powergossip.optimizers.gossip_method import GossipMethod
-from powergossip.optimizers.precision import HALF
 from powergossip.optimizers.sharded_parameters import block, shaped_like
 from powergossip.parameters import Layout
 

@@ -13,10 +13,8 @@ algorithms.power_sgd.
 
 Precision: gradients are float32, float64, bfloat16 or float16, also mixed. All are computed and
 sent in float64 if one of them is float64, otherwise in float32, so that an element of a
-half-precision gradient takes 32 bits in a message that is not compressed. With
-message_dtype="parameter", messages about parameters in half precision, and the sums of messages,
-have their precision. The mean is rounded to the precision of the gradient. Bits are counted as
-sent.
+half-precision gradient takes 32 bits in a message that is not compressed. The mean is rounded to
+the precision of the gradient.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,17 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from powergossip import checks
 from powergossip.algorithms.power_sgd import PowerSGDAggregation, PowerSGDConfig
 from powergossip.network import Network
-from powergossip.optimizers.checks import Params
-from powergossip.optimizers.gradients import (
-    FLOATING_POINT,
-    CompressedMean,
-    Gradients,
-    Tensors,
-)
-from powergossip.optimizers.precision import MESSAGE_DTYPES, Rounding
+from powergossip.optimizers.checks import DTYPES, Params
+from powergossip.optimizers.gradients import CompressedMean, Gradients, Tensors
 from powergossip.parameters import matrix_shape
 
 
@@ -51,8 +42,6 @@ class PowerSGD(CompressedMean):
         network: A network with one worker per process, by default the process group's.
         process_group: A group of torch.distributed, an mpi4py communicator, a `Processes`, or None
             for all processes of the run.
-        message_dtype: "float32", or "parameter": then messages about parameters in bfloat16 or
-            float16 have half the bits. Their rounding errors are not in the error that is fed back.
         mesh: The dimension of a DeviceMesh along which replicas differ, such as mesh["replica"],
             for parameters that are sharded along another one. Each shard compresses its blocks.
 
@@ -70,21 +59,11 @@ class PowerSGD(CompressedMean):
         network: Network | None = None,
         *,
         process_group: Any = None,
-        message_dtype: str = "float32",
         mesh: Any = None,
     ):
-        checks.one_of("message_dtype", message_dtype, MESSAGE_DTYPES)
-        flat = Gradients(
-            params,
-            network,
-            process_group=process_group,
-            mesh=mesh,
-            dtypes=FLOATING_POINT,
-        )
+        flat = Gradients(params, network, process_group=process_group, mesh=mesh, dtypes=DTYPES)
         super().__init__(flat, PowerSGDAggregation(flat.network, flat.layout, config, flat.dtype))
         self.config = config
-        dtype = flat.message_dtype(message_dtype)
-        self._rounding = None if dtype is None else Rounding(dtype)
 
     @property
     def step_counter(self) -> int:
@@ -135,8 +114,7 @@ class PowerSGD(CompressedMean):
         ]
         for gradient, error in apart:
             error.copy_(gradient)
-        conversation = self._aggregation.step(self.flat.gradient, self.flat.mean)
-        self.network.run(conversation if self._rounding is None else self._rounding(conversation))
+        self.network.run(self._aggregation.step(self.flat.gradient, self.flat.mean))
         for gradient, error in apart:
             gradient.copy_(error)
         means = zip(self.flat.means, gradients, strict=True)
