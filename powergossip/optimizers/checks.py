@@ -115,13 +115,11 @@ def check_same_everywhere(processes: Processes, facts: Mapping[str, Any]) -> Non
     )
 
 
-def check_same_parameters(
-    processes: Processes, parameters: Sequence[Tensor], first: int = 0
-) -> None:
+def check_same_parameters(processes: Processes, parameters: Sequence[Tensor]) -> None:
     """Raise BadInput in all processes unless the number, shapes and dtypes are equal in all, and
-    the same are frozen. `first` is the index of the first of them in the optimizer."""
+    the same are frozen."""
     facts: dict[str, Any] = {"the number of parameters": len(parameters)}
-    for index, parameter in enumerate(parameters, first):
+    for index, parameter in enumerate(parameters):
         kind = "frozen" if is_frozen(parameter) else str(parameter.dtype)
         facts[f"parameter {index}"] = f"{kind} of shape {tuple(parameter.shape)}"
     check_same_everywhere(processes, facts)

@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from powergossip import checks, network
 from powergossip.optimizers.checks import check_same_everywhere, not_compiled
 from powergossip.optimizers.gossip import check_wrappable
-from powergossip.optimizers.gossip_engine import Averaged, trainable_of
+from powergossip.optimizers.gossip_engine import Averaged
 from powergossip.optimizers.gossip_method import GossipMethod
 from powergossip.optimizers.gradients import Traffic
 from powergossip.optimizers.learning_rules import LearningRule
@@ -89,14 +89,12 @@ class GossipState(Traffic):
             check_wrappable(optimizer, local_steps)
             self.method = GossipMethod.on_graph(method, **options)
             self.method.check_overlapping("gossip_hook")
-            trainable = trainable_of(optimizer)
         learning = LearningRule(None, self.method)
-        self._averaged = Averaged("GossipState", processes, self.method, trainable[0], learning)
+        self._averaged = Averaged("GossipState", processes, self.method, optimizer, learning)
         self.network = self._averaged.network
         check_same_everywhere(processes, {"local_steps": local_steps})
         self._optimizer, self._local_steps, self._steps = optimizer, local_steps, 0
         self._known = self._parameters()
-        self._averaged.add(self._known)
         own = weakref.ref(self)
         network.checked_barrier_at_exit(processes, lambda: getattr(own(), "_steps", None))
         optimizer.register_step_pre_hook(_weak(self._before_step))

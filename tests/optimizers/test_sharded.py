@@ -312,24 +312,6 @@ def test_replicas_start_with_the_values_of_the_first() -> None:
 
 
 @pytest.mark.parallel([4])
-def test_parameters_added_later_are_those_of_an_unsharded_run() -> None:
-    where = replicas(2)
-    pair, group = Pair(where), where.between.get_group()
-    optimizers = [
-        GossipOptimizer(SGD(pair.sharded[:2]), "power-gossip", mesh=where.between),
-        GossipOptimizer(SGD(pair.whole[:2]), "power-gossip", process_group=group),
-    ]
-    for optimizer, parameters in zip(optimizers, (pair.sharded, pair.whole), strict=True):
-        optimizer.add_param_group({"params": parameters[2:]})
-    pair.start()
-    for t in range(4):
-        pair.backward(t)
-        for optimizer in optimizers:
-            optimizer.step()
-    pair.check()
-
-
-@pytest.mark.parallel([4])
 def test_an_overflow_in_one_shard_skips_the_update_of_its_replica() -> None:
     where = replicas(2)
     model = where.shards(mlp())
