@@ -147,10 +147,10 @@ def owner_of(processes: Processes) -> dict[str, int]:
 def check_owner(saved: Mapping[str, Any], owner: Mapping[str, int]) -> None:
     """Raise ValueError if a saved state names another owner than this one."""
     for key, own in owner.items():
-        if saved.get(key, own) != own:
+        if saved.get(key) != own:
             raise ValueError(
-                f"the state has {key}={saved[key]} (here {own}); save the state of every process, "
-                "and load it into as many"
+                f"the state has {key}={saved.get(key)} (here {own}); save the state of every "
+                "process, and load it into as many"
             )
 
 

@@ -434,7 +434,7 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
             state = state if changed is None else changed
         first, *others = state.get("param_groups") or [{}]
         first = dict(first)
-        gossip = first.pop("gossip", state.pop("gossip", None))  # the latter in earlier states
+        gossip = first.pop("gossip", None)
         if gossip is None:
             raise ValueError(
                 "this is not the state of a GossipOptimizer, or it was flattened: load it into the "

@@ -430,5 +430,5 @@ def test_compressed_gradients_are_those_of_the_blocks(name: str) -> None:
         optimizer_step(SGD(pair.sharded), aggregator)
         optimizer_step(SGD(blocks), reference)
     check_blocks(pair, blocks)
-    assert name != "powersgd" or any(reference.is_compressed_mask)
+    assert name != "powersgd" or reference.compression_rate > 1
     assert aggregator.bits == reference.bits > 0
