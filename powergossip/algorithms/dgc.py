@@ -248,10 +248,6 @@ class DGCAggregation(Aggregation):
     Cost on the wire: an all-reduce of the whole tensors and, concurrently, one all-gather of the
     selected values and their positions.
 
-    Args:
-        value_dtype: bfloat16 or float16 for values with 16 bits, or None for the dtype that
-            fp16_values specifies, by default the gradient's.
-
     Raises:
         ValueError: For more elements than 32-bit positions can address.
     """
@@ -264,13 +260,7 @@ class DGCAggregation(Aggregation):
         "kept": "_kept",
     }
 
-    def __init__(
-        self,
-        network: Network,
-        layout: Layout,
-        config: DGCConfig,
-        value_dtype: torch.dtype | None = None,
-    ):
+    def __init__(self, network: Network, layout: Layout, config: DGCConfig):
         if config.int32_indices and layout.size > torch.iinfo(torch.int32).max:
             raise ValueError(f"int32_indices=True: use False for {layout.size} elements")
         self._network, self._layout, self._config = network, layout, config
@@ -286,7 +276,7 @@ class DGCAggregation(Aggregation):
         # (first position, size), in the order of memory.
         self._tensors = sorted((layout.starts[i], prod(layout.shapes[i])) for i in matrices)
         self._index = torch.int32 if config.int32_indices else torch.int64
-        self._value = torch.float16 if config.fp16_values else value_dtype or network.dtype
+        self._value = torch.float16 if config.fp16_values else network.dtype
         size = sum(span.stop - span.start for span in self._spans)
         self._whole = Mean(torch.zeros(workers, size, dtype=self._value, device=device))
         self._everything: Mean | None = None  # at a fraction of 1

@@ -20,8 +20,8 @@ from powergossip.network.processes import Processes
 PATIENCE = 1.0  # seconds, at exit: a caught exception may have left messages before the token
 _END = "the end of the program"
 _PLACES = (
-    *(_END, "mean_model()", "add_param_group()", "average_parameters() of new parameters"),
-    *("the first step with a loaded state", "merge()"),
+    *(_END, "mean_model()", "merge()"),
+    "the first step with a loaded state",
 )
 _at_exit: weakref.WeakSet[Processes] = weakref.WeakSet()
 

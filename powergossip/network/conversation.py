@@ -78,18 +78,12 @@ def together(*conversations: Conversation) -> Conversation:
 def mapped(
     conversation: Conversation,
     received: Callable[[tuple[Message, ...], tuple[Any, ...]], tuple[Any, ...]],
-    sent: Callable[[tuple[Message, ...]], tuple[Message, ...]] = tuple,
 ) -> Conversation:
-    """The conversation with other messages.
-
-    Args:
-        received: Function of the messages and the received ones that returns others for these.
-        sent: Function of the messages that returns the ones to send.
-    """
+    """The conversation with received(messages, received messages) in place of the latter."""
     merged, answers = together(conversation), None
     while True:
         try:
             messages = merged.send(answers)
         except StopIteration:
             return
-        answers = received(messages, (yield sent(messages)))
+        answers = received(messages, (yield messages))

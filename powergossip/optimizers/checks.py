@@ -14,12 +14,15 @@ from torch.nn.parameter import is_lazy
 
 from powergossip.errors import BadInput
 from powergossip.network import Processes
-from powergossip.parameters import listed
+from powergossip.parameters import PRECISIONS, listed
 from powergossip.state_trees import sha256
 
 # A decorator of functions that communicate, which torch.compile then leaves as they are. The public
 # torch.compiler.disable imports torch._dynamo at once, which takes a second.
 not_compiled = _disable_dynamo
+
+HALF = (torch.bfloat16, torch.float16)
+DTYPES = (*PRECISIONS, *HALF)  # of trainable parameters
 
 Params = Iterable[Tensor | tuple[str, Tensor]]  # model.parameters() or model.named_parameters()
 
@@ -38,6 +41,11 @@ def named(params: Params) -> tuple[list[str], list[Tensor]]:
             names.append(f"parameter {index}{shape}")
         tensors.append(tensor)
     return names, tensors
+
+
+def working_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
+    """float64 if one of the tensors has it, otherwise float32, for half precision too."""
+    return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
 
 
 def is_frozen(tensor: Tensor) -> bool:
@@ -107,13 +115,11 @@ def check_same_everywhere(processes: Processes, facts: Mapping[str, Any]) -> Non
     )
 
 
-def check_same_parameters(
-    processes: Processes, parameters: Sequence[Tensor], first: int = 0
-) -> None:
+def check_same_parameters(processes: Processes, parameters: Sequence[Tensor]) -> None:
     """Raise BadInput in all processes unless the number, shapes and dtypes are equal in all, and
-    the same are frozen. `first` is the index of the first of them in the optimizer."""
+    the same are frozen."""
     facts: dict[str, Any] = {"the number of parameters": len(parameters)}
-    for index, parameter in enumerate(parameters, first):
+    for index, parameter in enumerate(parameters):
         kind = "frozen" if is_frozen(parameter) else str(parameter.dtype)
         facts[f"parameter {index}"] = f"{kind} of shape {tuple(parameter.shape)}"
     check_same_everywhere(processes, facts)
@@ -141,10 +147,10 @@ def owner_of(processes: Processes) -> dict[str, int]:
 def check_owner(saved: Mapping[str, Any], owner: Mapping[str, int]) -> None:
     """Raise ValueError if a saved state names another owner than this one."""
     for key, own in owner.items():
-        if saved.get(key, own) != own:
+        if saved.get(key) != own:
             raise ValueError(
-                f"the state has {key}={saved[key]} (here {own}); save the state of every process, "
-                "and load it into as many"
+                f"the state has {key}={saved.get(key)} (here {own}); save the state of every "
+                "process, and load it into as many"
             )
 
 

@@ -26,26 +26,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from powergossip import checks
 from powergossip.algorithms.dgc import DGCAggregation, DGCConfig
-from powergossip.network import Network
-from powergossip.optimizers.checks import Params
-from powergossip.optimizers.dgc_sgd import DGCSGD, check_momentum
-from powergossip.optimizers.gradients import CompressedMean, Gradients, optimizer_step
-from powergossip.optimizers.precision import HALF, MESSAGE_DTYPES
+from powergossip.optimizers.checks import HALF, Params
+from powergossip.optimizers.dgc_sgd import DGCSGD
+from powergossip.optimizers.gradients import Aggregator, Gradients, optimizer_step
 
-__all__ = ["DGC", "DGCSGD", "DGCConfig", "check_momentum", "optimizer_step"]
+__all__ = ["DGC", "DGCSGD", "DGCConfig", "optimizer_step"]
 
 
-class DGC(CompressedMean):
+class DGC(Aggregator):
     """The mean of the sparsified gradients of these parameters over all processes.
 
     Gradients are float32, bfloat16 or float16. They are accumulated in float32.
 
     Args:
-        params, network, process_group: As for `PowerSGD`.
-        message_dtype: "float32", or "parameter", which sends values of parameters in half precision
-            in their dtype. Rounding errors are sent later.
+        params, process_group: As for `PowerSGD`.
 
     Attributes:
         flat: The parameters, the mean of this step's batches and the mean of the workers.
@@ -58,17 +53,13 @@ class DGC(CompressedMean):
         self,
         params: Params,
         config: DGCConfig | None = None,
-        network: Network | None = None,
         *,
         process_group: Any = None,
-        message_dtype: str = "float32",
     ):
-        checks.one_of("message_dtype", message_dtype, MESSAGE_DTYPES)
         self.config = config or DGCConfig()
         dtypes = (torch.float32, *HALF)
-        flat = Gradients(params, network, process_group=process_group, dtypes=dtypes)
-        value_dtype = flat.message_dtype(message_dtype)
-        super().__init__(flat, DGCAggregation(flat.network, flat.layout, self.config, value_dtype))
+        flat = Gradients(params, process_group=process_group, dtypes=dtypes)
+        super().__init__(flat, DGCAggregation(flat.network, flat.layout, self.config))
         self._calls = 0  # since the last step
 
     def at_epoch(self, epoch: float) -> None:

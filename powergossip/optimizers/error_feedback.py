@@ -20,15 +20,14 @@ from powergossip import checks
 from powergossip.algorithms.error_feedback import ErrorFeedback as Aggregation
 from powergossip.algorithms.error_feedback import ErrorFeedbackConfig
 from powergossip.compressors import Compressor
-from powergossip.network import Network
 from powergossip.optimizers.checks import Params
 from powergossip.optimizers.dgc_sgd import DGCSGD
-from powergossip.optimizers.gradients import CompressedMean, Gradients, optimizer_step
+from powergossip.optimizers.gradients import Aggregator, Gradients, optimizer_step
 
 __all__ = ["DGCSGD", "ErrorFeedback", "ErrorFeedbackConfig", "optimizer_step"]
 
 
-class ErrorFeedback(CompressedMean):
+class ErrorFeedback(Aggregator):
     """The mean of these parameters' gradients, compressed with error feedback.
 
     Cost on the wire: an all-gather of the compressed gradients. Those that fit an all-reduce
@@ -47,7 +46,6 @@ class ErrorFeedback(CompressedMean):
         params: Params,
         compressor: Compressor,
         config: ErrorFeedbackConfig | None = None,
-        network: Network | None = None,
         *,
         process_group: Any = None,
         mesh: Any = None,
@@ -55,5 +53,5 @@ class ErrorFeedback(CompressedMean):
         accepted = f'an object, such as compressors.make("{compressor}")'
         checks.check("compressor", compressor, not isinstance(compressor, str), accepted)
         self.config = given = config or ErrorFeedbackConfig()
-        flat = Gradients(params, network, process_group=process_group, mesh=mesh)
+        flat = Gradients(params, process_group=process_group, mesh=mesh)
         super().__init__(flat, Aggregation(flat.network, flat.layout, compressor, given))

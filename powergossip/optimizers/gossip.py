@@ -25,13 +25,14 @@ from powergossip import checks, network
 from powergossip.algorithms import learning as learning_rules
 from powergossip.network import Processes
 from powergossip.optimizers.checks import (
+    DTYPES,
     check_gradients,
     check_own_gradients,
     check_same_everywhere,
     named,
     not_compiled,
 )
-from powergossip.optimizers.gossip_engine import DTYPES, Averaged, trainable_of
+from powergossip.optimizers.gossip_engine import Averaged
 from powergossip.optimizers.gossip_method import GossipMethod
 from powergossip.optimizers.gradients import Traffic
 from powergossip.optimizers.learning_rules import LearningRule
@@ -81,8 +82,7 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
       as 0.
     - All rules but k-gt, exact-diffusion, gasloc and noloco may be `overlapping`.
     - Parameters are in float32 or float64. k-gt and quasi-global-momentum need one learning rate
-      for all parameter groups. gt-nsgd and QG-Adam have a norm over all parameters, so that none
-      can be added later.
+      for all parameter groups.
     - Displacements have the rounding errors of x, and take the memory of two copies of x.
 
     The wrapped optimizer, `wrapped`, keeps its state, its parameter groups and its hooks. They are
@@ -90,16 +90,15 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
 
     Construction moves the parameters into one buffer, where each has its own storage, and gives
     them process 0's values in all processes. Create it after the model is on its device. Values may
-    be assigned to p.data later; they are copied to the buffer. Construction, `step`,
-    `add_param_group`, `mean_model` and `merge` are collective: all processes call them in the same
-    order, with the same parameters. Buffers of the model (running statistics) are not parameters
-    and stay each worker's own. Construction warns of buffers that differ.
+    be assigned to p.data later; they are copied to the buffer. Construction, `step`, `mean_model`
+    and `merge` are collective: all processes call them in the same order, with the same parameters.
+    To add parameters later, construct a new one. Buffers of the model (running statistics) are not
+    parameters and stay each worker's own. Construction warns of buffers that differ.
 
     Parameters must be dense tensors on one device, in float32, bfloat16 or float16, or all in
     float64. Those in float64 are averaged and sent in float64, with 64 bits per element. Those in
-    half precision stay where they are. They are averaged in float32 and rounded once, after G.
-    Their messages have 32 bits per element, or with message_dtype="parameter" the bits of the
-    parameters' dtype. Encoded messages (choco, deepsqueeze, moniqua) do not depend on the dtype.
+    half precision stay where they are. They are averaged and sent in float32, and rounded once,
+    after G. Encoded messages (choco, deepsqueeze, moniqua) do not depend on the dtype.
 
     Frozen parameters (requires_grad=False at construction) may have any dtype. They are given the
     values of process 0 at construction, where they are, and are not averaged.
@@ -143,7 +142,6 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
         learning: str = learning_rules.DEFAULT,
         learning_options: Mapping[str, Any] | None = None,
         max_norm: float | None = None,
-        message_dtype: str = "float32",
         process_group: Any = None,
         mesh: Any = None,
         per_shard: bool = False,
@@ -175,7 +173,7 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
 
         with who.agreed():
             check_wrappable(optimizer, local_steps)
-            check_sharding_options(mesh, per_shard, message_dtype)
+            check_sharding_options(mesh, per_shard)
             self.method = GossipMethod.on_graph(
                 method,
                 learning,
@@ -189,23 +187,31 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
             self._learning = LearningRule(optimizer, self.method, max_norm)
             if who.rank == 0:
                 self.method.warn_of_options()
-            trainable = trainable_of(optimizer, sharded=sharding is not None)
         check_same_everywhere(who, {"local_steps": local_steps, "overlapping": overlapping})
         self._averaged = Averaged(
-            "GossipOptimizer",
-            who,
-            self.method,
-            trainable[0],
-            self._learning,
-            message_dtype,
-            sharding,
+            "GossipOptimizer", who, self.method, optimizer, self._learning, sharding
         )
         self.network = self._averaged.network
-        self._add([p for group in self.param_groups for p in group["params"]])
         own = weakref.ref(self)
+        if overlapping:
+            self._start_at_gradients(own)
         network.checked_barrier_at_exit(who, lambda: _steps_at_exit(own()))
         # torch.optim.Optimizer.__init__ is not called. This prepares hooks and profiling.
         self.__setstate__({})
+
+    def _start_at_gradients(self, own: "weakref.ref[GossipOptimizer]") -> None:
+        """Start each step of gossip with the first gradient that is computed."""
+
+        @not_compiled
+        def on_gradient(_: Tensor) -> None:
+            optimizer = own()
+            if optimizer is not None:
+                optimizer._start()
+
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(on_gradient)
 
     @property
     def bits_inside(self) -> int:
@@ -350,46 +356,11 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
         return check_gradients(parameters, required=False, dtypes=DTYPES)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters during training, in all processes at the same step.
-
-        They are given the values of process 0. Their averaging state is separate, but their
-        messages are sent concurrently with the others.
-
-        Raises:
-            ValueError: For parameters that construction rejects, too.
-        """
-        self._check_between_steps("add_param_group()")
-        who = self._averaged.processes
-        network.checked_barrier(who, "add_param_group()", self._steps)
-        groups = self.param_groups
-        before = len(groups)
-        try:
-            with who.agreed():
-                self.wrapped.add_param_group(param_group)
-                trainable_of(self, required=False, sharded=self._averaged.sharding is not None)
-                self._learning.check_groups()
-            self._add(groups[-1]["params"])
-        except ValueError:
-            del groups[before:]
-            raise
-
-    def _add(self, parameters: list[Tensor]) -> None:
-        """Average the last of the optimizer's parameters, too."""
-        first = sum(len(group["params"]) for group in self.param_groups) - len(parameters)
-        self._averaged.add(parameters, first, self._steps)
-        if not self._overlapping:
-            return
-        own = weakref.ref(self)
-
-        @not_compiled
-        def on_gradient(_: Tensor) -> None:
-            optimizer = own()
-            if optimizer is not None:
-                optimizer._start()
-
-        for parameter in parameters:
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(on_gradient)
+        """Raises RuntimeError: parameters are averaged since construction, or not at all."""
+        raise RuntimeError(
+            "add_param_group() would add parameters that are not averaged: call merge(), then "
+            "add_param_group() of the wrapped optimizer, and wrap it in a new GossipOptimizer"
+        )
 
     def _check_between_steps(self, call: str) -> None:
         if self._averaged.in_flight:
@@ -463,7 +434,7 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
             state = state if changed is None else changed
         first, *others = state.get("param_groups") or [{}]
         first = dict(first)
-        gossip = first.pop("gossip", state.pop("gossip", None))  # the latter in earlier states
+        gossip = first.pop("gossip", None)
         if gossip is None:
             raise ValueError(
                 "this is not the state of a GossipOptimizer, or it was flattened: load it into the "

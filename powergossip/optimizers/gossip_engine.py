@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from powergossip import network
 from powergossip.network import Conversation, Exchange, Processes, processes_of, together
 from powergossip.optimizers.checks import (
+    DTYPES,
     check_owner,
     check_same_everywhere,
     check_same_parameters,
@@ -25,20 +26,18 @@ from powergossip.optimizers.checks import (
     named,
     owner_of,
     warn_of_buffers,
+    working_dtype,
 )
 from powergossip.optimizers.gossip_method import GossipMethod
 from powergossip.optimizers.gossip_part import Part
 from powergossip.optimizers.gradients import Traffic
 from powergossip.optimizers.learning_rules import LearningRule
-from powergossip.optimizers.precision import HALF, message_dtype_of, working_dtype
 from powergossip.optimizers.sharded_parameters import (
     Sharding,
     memory,
     reshard_modules,
 )
-from powergossip.parameters import PRECISIONS, check_parameters
-
-DTYPES = (*PRECISIONS, *HALF)  # of trainable parameters
+from powergossip.parameters import check_parameters
 
 _VERSION = 3  # of the state
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # dtype by the bytes of an element
@@ -55,14 +54,16 @@ class Averaged(Traffic):
 
     Args:
         owner: Name of the object that the user created, for errors.
-        like: One of the parameters. If it is in float64, all are, or else none.
-        message_dtype: "float32", or "parameter": messages about parameters in bfloat16 or float16
-            have their dtype. Those about parameters in float64 always have 64 bits.
+        optimizer: The optimizer of the parameters. All workers get the values of process 0, also of
+            frozen parameters. Those that are not in half precision are moved into the memory of x.
         learning: The learning rule.
         sharding: The shards of each worker. The processes are then those with this shard.
 
     Attributes:
-        parts: Parameters that were added together, each dtype by itself.
+        parts: Parameters of each dtype.
+
+    Raises:
+        ValueError: In all processes, for parameters that cannot be averaged.
     """
 
     def __init__(
@@ -70,19 +71,18 @@ class Averaged(Traffic):
         owner: str,
         processes: Processes,
         method: GossipMethod,
-        like: Tensor,
+        optimizer: torch.optim.Optimizer,
         learning: LearningRule,
-        message_dtype: str = "float32",
         sharding: Sharding | None = None,
     ):
-        self.sharding = sharding
         self.owner, self.processes, self.method = owner, processes, method
-        self.message_dtype, self._learning = message_dtype, learning
+        self.sharding, self._learning = sharding, learning
         with processes.agreed():
-            message_dtype_of(message_dtype, torch.float32)
+            trainable = _trainable_of(optimizer, sharded=sharding is not None)
+            like = trainable[0]
             self.network = method.network(processes, like.device, working_dtype([like]))
         of_all = {"the method": method.facts(), "the graph": self.network.topology.fingerprint}
-        check_same_everywhere(processes, of_all | {"message_dtype": message_dtype})
+        check_same_everywhere(processes, of_all)
         if self.n_workers == 1 and processes is processes_of():
             warnings.warn(
                 f"{owner} averages nothing in a single process; start several, such as "
@@ -90,8 +90,6 @@ class Averaged(Traffic):
                 stacklevel=3,
             )
         self.parts: list[Part] = []
-        self.frozen: list[Tensor] = []
-        self._places: list[tuple[weakref.ref[nn.Module], str, Tensor]] = []  # in modules, by name
         # A single process has no neighbors, but it may have the state of a learning rule.
         self._works = self.n_workers > 1 or learning.works_alone
         self.in_step = False  # whether a step has been started, and its local update is to come
@@ -99,6 +97,7 @@ class Averaged(Traffic):
         self._loaded: Mapping[str, Any] | None = None  # facts of the state, until the first step
         self._start = 0  # checksum of the parameters at construction
         self.in_mean = False  # whether the parameters are the mean model at present
+        self._add([p for group in optimizer.param_groups for p in group["params"]])
 
     @property
     def active(self) -> list[Part]:
@@ -110,41 +109,30 @@ class Averaged(Traffic):
         """Bits that this process has sent to the other shards of its replica, beside FSDP2's."""
         return 0 if self.sharding is None else self.sharding.shards.bits
 
-    def add(self, parameters: Sequence[Tensor], first: int = 0, steps: int = 0) -> None:
-        """Add parameters. Collective.
-
-        All workers get the values of process 0, also of frozen parameters. Parameters that are not
-        in half precision are moved into the memory of x.
-
-        Args:
-            first: Index of the first of them in the optimizer.
-            steps: Number of steps taken by now.
-
-        Raises:
-            ValueError: In all processes. Nothing is changed then.
-        """
-        check_same_parameters(self.processes, parameters, first)
+    def _add(self, parameters: Sequence[Tensor]) -> None:
+        self.frozen = [p for p in parameters if is_frozen(p)]
+        check_same_parameters(self.processes, parameters)
         with self.processes.agreed():
-            self._check_precision(parameters, first)
+            for index, parameter in enumerate(parameters):
+                if not is_frozen(parameter) and working_dtype([parameter]) != self.network.dtype:
+                    raise ValueError(
+                        f"parameter {index} is {parameter.dtype}, others are not; use "
+                        "torch.float64 for all parameters or for none"
+                    )
         trained = [p for p in parameters if p.numel() and not is_frozen(p)]
-        parts: list[Part] = []
-        for dtype in dict.fromkeys(p.dtype for p in trained):
-            index = len(self.parts) + len(parts)
+        for index, dtype in enumerate(dict.fromkeys(p.dtype for p in trained)):
             with self.processes.agreed():
                 part = Part(
                     [p for p in trained if p.dtype == dtype],
-                    self.message_dtype,
-                    partial(self._learning.build, self.network, self.method, index, steps),
+                    partial(self._learning.build, self.network, self.method, index),
                     self.sharding,
                 )
                 self.method.warn_of_rate(self.network, part.layout)
-            parts.append(part)
-        of_process_0 = [p for p in parameters if is_frozen(p)]
-        self.frozen.extend(of_process_0)
-        for parameter in of_process_0:  # one by one, since together they may be large
+            self.parts.append(part)
+        for parameter in self.frozen:  # one by one, since together they may be large
             self.processes.broadcast_tensors([memory(parameter)])
         own = set(trained if self.sharding is None else [])
-        self._places += [
+        self._places = [  # in modules, by name
             (weakref.ref(module), name, parameter)
             for module in warn_of_buffers(self.processes, parameters)
             for name, parameter in module._parameters.items()
@@ -153,24 +141,13 @@ class Averaged(Traffic):
         if self.sharding is not None:
             reshard_modules()
         if self._works:
-            for part in parts:
+            for part in self.parts:
                 if self.processes.rank > 0 and self.sharding is None:
                     part.before = [p.detach().to("cpu", copy=True) for p in part.parameters]
                 self.processes.broadcast_tensors([*map(memory, part.parameters)])
                 part.allocate()
-        self.parts += parts
         if any(part.before for part in self.parts):
             self._start = _checksum(self.parts)
-        self.in_step = False
-
-    def _check_precision(self, parameters: Sequence[Tensor], first: int) -> None:
-        """Raise ValueError unless all trained parameters are in float64, or none."""
-        for index, parameter in enumerate(parameters, first):
-            if not is_frozen(parameter) and working_dtype([parameter]) != self.network.dtype:
-                raise ValueError(
-                    f"parameter {index} is {parameter.dtype}, others are not; use torch.float64 "
-                    "for all parameters or for none"
-                )
 
     def check(self) -> None:
         """Raise RuntimeError for a parameter that was moved or replaced, or is not frozen any more.
@@ -186,12 +163,12 @@ class Averaged(Traffic):
                     f'parameter "{name}" of {module()} is not the one that {self.owner} has: load '
                     "the model without assign=True, or before the optimizer is created"
                 )
-        for parameter in self.frozen:
-            if parameter.requires_grad:
+        for frozen in self.frozen:
+            if frozen.requires_grad:
                 raise RuntimeError(
-                    f"a parameter of shape {tuple(parameter.shape)} was frozen when "
+                    f"a parameter of shape {tuple(frozen.shape)} was frozen when "
                     f"{self.owner} was created, so it is not averaged; create a new one, or "
-                    "leave the parameter out and add it by add_param_group"
+                    "leave the parameter out"
                 )
 
     def check_loaded(self) -> None:
@@ -207,7 +184,7 @@ class Averaged(Traffic):
             return
         place = "the first step with a loaded state"
         network.checked_barrier(self.processes, place, saved["steps"])
-        if saved["checksum"] not in (None, _checksum(self.parts[: saved["parts"]])):
+        if saved["checksum"] not in (None, _checksum(self.parts)):
             warnings.warn(
                 "the parameters are not those with which the state was saved: load the model that "
                 "this process saved beside it, before or after the optimizer is created (in "
@@ -333,7 +310,7 @@ class Averaged(Traffic):
 
     def _facts(self) -> dict[str, Any]:
         """Values that must be equal in an object that loads this one's state."""
-        others = {} if self.message_dtype == "float32" else {"message_dtype": self.message_dtype}
+        others = {}
         if self.network.dtype != torch.float32:
             others["dtype"] = str(self.network.dtype)
         if self.sharding is not None:
@@ -372,15 +349,15 @@ class Averaged(Traffic):
         self.receive()
         if self.sharding is not None:
             saved = self.sharding.loaded(saved)
-        known, parts = saved.get("checksum"), self.parts[: len(saved["averaging"])]
+        known = saved.get("checksum")
         others = [part for part in self.parts if part.before]
-        if others and (self._start, known) == (_checksum(self.parts), _checksum(parts, True)):
+        if others and (self._start, known) == (_checksum(self.parts), _checksum(self.parts, True)):
             with torch.no_grad():
                 for part in others:
                     torch._foreach_copy_([*part.parameters], part.before)
         for part, state in zip(self.parts, saved["averaging"], strict=True):
             part.rule.load_state_dict(state)
-        self._loaded = {"steps": saved.get("steps"), "checksum": known, "parts": len(parts)}
+        self._loaded = {"steps": saved.get("steps"), "checksum": known}
         self.in_step = False
         self.network.load_state_dict(saved["network"])
 
@@ -422,8 +399,8 @@ def _check_state(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         raise ValueError(f"the state has {', '.join(differing)}; use the same")
     if len(saved["shapes"]) != len(now["shapes"]):
         raise ValueError(
-            f"the state has parameters added in {len(saved['shapes'])} parts, here are "
-            f"{len(now['shapes'])}; repeat the calls of add_param_group before loading"
+            f"the state has parameters of {len(saved['shapes'])} dtypes, here are "
+            f"{len(now['shapes'])}; use the same model"
         )
     for shapes, expected in zip(saved["shapes"], now["shapes"], strict=True):
         check_shapes(shapes, expected)
@@ -432,23 +409,14 @@ def _check_state(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
 _STATE_KEYS = ("steps", "averaging", "network", "checksum")  # not facts
 
 
-def trainable_of(
-    optimizer: torch.optim.Optimizer, required: bool = True, sharded: bool = False
-) -> list[Tensor]:
-    """The trainable parameters.
-
-    Args:
-        required: True if parameters without elements are an error.
-        sharded: True if they may be DTensors.
-
-    Raises:
-        ValueError: For parameters that cannot be averaged.
-    """
+def _trainable_of(optimizer: torch.optim.Optimizer, sharded: bool) -> list[Tensor]:
+    """The trainable parameters, DTensors if they are sharded. Raises ValueError for parameters that
+    cannot be averaged."""
     names, parameters = named(p for group in optimizer.param_groups for p in group["params"])
     trainable = [i for i, p in enumerate(parameters) if not is_frozen(p)]
     found = [parameters[i] for i in trainable]
     check_parameters([names[i] for i in trainable], found, DTYPES, sharded=sharded)
-    if required and not any(p.numel() for p in found):
+    if not any(p.numel() for p in found):
         raise ValueError(
             "the optimizer has no trainable parameters with elements; use those of a model"
         )

@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from powergossip import checks, network
 from powergossip.optimizers.checks import check_same_everywhere, not_compiled
 from powergossip.optimizers.gossip import check_wrappable
-from powergossip.optimizers.gossip_engine import Averaged, trainable_of
+from powergossip.optimizers.gossip_engine import Averaged
 from powergossip.optimizers.gossip_method import GossipMethod
 from powergossip.optimizers.gradients import Traffic
 from powergossip.optimizers.learning_rules import LearningRule
@@ -64,8 +64,8 @@ class GossipState(Traffic):
         optimizer: A torch optimizer of the DDP module's parameters. Its `step` mixes, then updates.
         method: Name of an averaging algorithm, as for `GossipOptimizer`.
         local_steps: Number of steps per step of gossip.
-        message_dtype, process_group, options: As for `GossipOptimizer`, which has the same
-            trajectory with overlapping=True.
+        process_group, options: As for `GossipOptimizer`, which has the same trajectory with
+            overlapping=True.
 
     Raises:
         ValueError: In all processes, for invalid parameters or options and for "all-reduce", which
@@ -81,7 +81,6 @@ class GossipState(Traffic):
         method: str,
         *,
         local_steps: int = 1,
-        message_dtype: str = "float32",
         process_group: Any = None,
         **options: Any,
     ):
@@ -90,20 +89,12 @@ class GossipState(Traffic):
             check_wrappable(optimizer, local_steps)
             self.method = GossipMethod.on_graph(method, **options)
             self.method.check_overlapping("gossip_hook")
-            trainable = trainable_of(optimizer)
-        self._averaged = Averaged(
-            "GossipState",
-            processes,
-            self.method,
-            trainable[0],
-            LearningRule(None, self.method),
-            message_dtype,
-        )
+        learning = LearningRule(None, self.method)
+        self._averaged = Averaged("GossipState", processes, self.method, optimizer, learning)
         self.network = self._averaged.network
         check_same_everywhere(processes, {"local_steps": local_steps})
         self._optimizer, self._local_steps, self._steps = optimizer, local_steps, 0
         self._known = self._parameters()
-        self._averaged.add(self._known)
         own = weakref.ref(self)
         network.checked_barrier_at_exit(processes, lambda: getattr(own(), "_steps", None))
         optimizer.register_step_pre_hook(_weak(self._before_step))

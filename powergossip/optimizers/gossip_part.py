@@ -10,8 +10,8 @@ from torch import Tensor
 
 from powergossip.algorithms.learning import GossipRule
 from powergossip.network import Conversation
+from powergossip.optimizers.checks import working_dtype
 from powergossip.optimizers.learning_rules import Wrapped
-from powergossip.optimizers.precision import Rounding, message_dtype_of, working_dtype
 from powergossip.optimizers.sharded_parameters import (
     Sharding,
     block,
@@ -47,7 +47,6 @@ class Part:
     def __init__(
         self,
         parameters: Sequence[Tensor],
-        message_dtype: str,
         make_rule: Callable[[Sequence[Tensor], Layout, Tensor], tuple[GossipRule, Wrapped]],
         sharding: Sharding | None = None,
     ):
@@ -56,10 +55,8 @@ class Part:
             self.layout = Layout(p.shape for p in parameters)
         else:
             self.layout = sharding.layout(parameters)
-        dtype = message_dtype_of(message_dtype, parameters[0].dtype)
-        self._rounding = None if dtype is None else Rounding(dtype)
-        size, dtype = self.layout.size, working_dtype(parameters)
-        self.x = memory(parameters[0]).new_empty(1, size, dtype=dtype)
+        dtype = working_dtype(parameters)
+        self.x = memory(parameters[0]).new_empty(1, self.layout.size, dtype=dtype)
         self._views = self.layout.tensors(self.x[0])
         # Parameters in the memory of x, their views of x, and addresses. The others are copied.
         self._moved: list[tuple[Tensor, Tensor, int]] = []
@@ -148,11 +145,10 @@ class Part:
         return self._prepared(self.rule.after())
 
     def _prepared(self, conversation: Conversation | None) -> Conversation | None:
-        """The conversation, with x ← the parameters, in the precision of their messages."""
-        if conversation is None:
-            return None
-        self.load()
-        return conversation if self._rounding is None else self._rounding(conversation)
+        """The conversation, with x ← the parameters."""
+        if conversation is not None:
+            self.load()
+        return conversation
 
     def end(self) -> None:
         """End the step, after the last message."""

@@ -1,15 +1,13 @@
 """Mean gradients in a training loop: the common part of PowerSGD, DGC and others."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from functools import cached_property, reduce
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from powergossip import topologies
-from powergossip.network import Network, Processes, checked_barrier_at_exit, processes_of
+from powergossip.network import Network, checked_barrier_at_exit, processes_of
 from powergossip.optimizers.checks import (
     Params,
     check_gradients,
@@ -23,14 +21,13 @@ from powergossip.optimizers.checks import (
     not_compiled,
     owner_of,
     warn_of_buffers,
+    working_dtype,
 )
 from powergossip.optimizers.dgc_sgd import check_momentum
-from powergossip.optimizers.precision import message_dtype_of, working_dtype
 from powergossip.optimizers.sharded_parameters import is_divided, memory, replicas
 from powergossip.parameters import Layout, check_parameters
 
 Tensors = Sequence[Tensor]
-FLOATING_POINT = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class Traffic:
@@ -61,7 +58,6 @@ class Gradients:
         params: Tensors or (name, tensor) pairs, in an order that all processes share. Frozen ones
             (requires_grad=False) are skipped. Construction gives all workers the values of process
             0.
-        network: A network with one worker per process, by default the process group's.
         process_group: A group of torch.distributed, an mpi4py communicator, a `Processes`, or None
             for all processes of the run.
         mesh: For parameters that are sharded over another dimension of a DeviceMesh, the one along
@@ -85,7 +81,6 @@ class Gradients:
     def __init__(
         self,
         params: Params,
-        network: Network | None = None,
         *,
         process_group: Any = None,
         mesh: Any = None,
@@ -100,9 +95,9 @@ class Gradients:
         }
         self._dtypes = dtypes
         if mesh is None:
-            comm = processes_for(network, process_group)
+            comm = processes_of(process_group)
         else:
-            comm, shards = replicas(mesh, names, tensors, network or process_group)
+            comm, shards = replicas(mesh, names, tensors, process_group)
         self._without_rows: list[Tensor] = []
         with comm.agreed():
             if not tensors:
@@ -117,9 +112,9 @@ class Gradients:
                 if not parameter.numel():
                     raise ValueError(f"{name} has no elements; leave it out")
         device = self.parameters[0].device
-        self.network = network or network_of_all(comm, device)
-        check_one_worker(self.network)
-        self.owner = owner_of(self.network.processes)
+        # Means do not depend on the topology.
+        self.network = Network(topologies.make("ring", comm.size), comm, device)
+        self.owner = owner_of(comm)
         if mesh is not None:
             self.owner |= {"n_shards": shards.size, "shard": shards.rank}
         check_same_parameters(comm, self.parameters)
@@ -173,95 +168,8 @@ class Gradients:
         )
         return [*map(memory, gradients)]
 
-    def message_dtype(self, name: str) -> torch.dtype | None:
-        """The dtype of messages in half precision, or None. See `precision.message_dtype_of`.
 
-        Parameters of several dtypes have the smallest one that holds them all.
-        """
-        dtype = reduce(torch.promote_types, (p.dtype for p in self.parameters))
-        return message_dtype_of(name, dtype)
-
-
-class Aggregator(ABC):
-    """A mean of the gradients of all workers, exact or approximate. See `optimizer_step`."""
-
-    @abstractmethod
-    def aggregate(self, gradients: Tensors) -> list[Tensor] | None:
-        """Return the mean over all workers, and replace `gradients` by the errors.
-
-        The error is the part of a gradient that the mean lacks, for error feedback: it is added to
-        the gradient of the next step. It is 0 without compression. Subclasses with `mean_of` may
-        keep it elsewhere. None before the first step.
-        """
-
-    @cached_property
-    def processes(self) -> Processes:
-        """The processes of the workers, by default all of the run."""
-        return processes_of(None)
-
-    @cached_property
-    def _errors(self) -> dict[Tensor, Tensor]:
-        return {}  # by parameter
-
-    def collect(self, optimizer: torch.optim.Optimizer) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the optimizer's parameters that are not frozen, and their gradients.
-
-        Gradients of frozen parameters are cleared.
-
-        Raises:
-            ValueError: For a gradient that is missing or sparse.
-        """
-        clear_frozen_gradients(optimizer)
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        trained = [p for p in parameters if not is_frozen(p)]
-        return trained, check_gradients(trained, required=True, dtypes=FLOATING_POINT)
-
-    def mean_of(self, parameters: Tensors, gradients: Tensors) -> list[Tensor] | None:
-        """Return the mean of gradients and errors, keep the new errors, and change no gradient."""
-        pairs = zip(parameters, gradients, strict=True)
-        both = [gradient + self._errors.get(parameter, 0) for parameter, gradient in pairs]
-        means = self.aggregate(both)
-        self._errors.update(zip(parameters, both, strict=True))
-        return means
-
-
-@not_compiled
-@torch.no_grad()
-def optimizer_step(
-    optimizer: torch.optim.Optimizer,
-    aggregator: Aggregator,
-    scaler: torch.amp.GradScaler | None = None,
-) -> None:
-    """A step of the optimizer with the mean of all workers' gradients by an aggregator.
-
-    Takes the gradients p.grad and clears them. Errors are kept apart.
-
-    Args:
-        aggregator: `PowerSGD`, `DGC`, `ErrorFeedback`, `SignSGD` or your own.
-        scaler: A GradScaler that has unscaled the gradients. If they are not finite in a process,
-            all processes skip the step, and errors stay as they are.
-
-    Raises:
-        ValueError: Before anything is sent, for a parameter with a missing or sparse gradient, and
-            for an optimizer of other parameters, or with momentum where the method owns it.
-    """
-    parameters, gradients = aggregator.collect(optimizer)
-    if not gradients:
-        return
-    left_out = False
-    if scaler is not None and scaler.is_enabled():
-        finite = all(bool(gradient.isfinite().all()) for gradient in gradients)
-        left_out = not all(aggregator.processes.everywhere(finite))
-    means = None if left_out else aggregator.mean_of(parameters, gradients)
-    try:
-        if means is not None:
-            torch._foreach_copy_(gradients, means)
-            optimizer.step()
-    finally:
-        torch._foreach_zero_(gradients)
-
-
-class CompressedMean(Traffic, Aggregator):
+class Aggregator(Traffic):
     """The mean of the compressed gradients of a training loop over all processes.
 
     Attributes:
@@ -272,40 +180,23 @@ class CompressedMean(Traffic, Aggregator):
         self.flat, self.network, self._aggregation = flat, flat.network, aggregation
         self.processes = flat.network.processes
 
-    @property
-    def owns_momentum(self) -> bool:
-        """True if the momentum is part of the method, so that the optimizer must have no
-        momentum."""
-        return bool(self._aggregation.owns_momentum)
-
-    @property
-    def decay_momentum(self) -> tuple[float, bool]:
-        """The momentum that weight decay needs to fit the method's, and whether it is Nesterov's.
-        `DGCSGD` has it."""
-        return self._aggregation.momentum, self._aggregation.nesterov
-
-    def at_learning_rate(self, *rates: float) -> None:
-        """Set the learning rate of the next step: one for all parameters, or one for each.
-        `optimizer_step` does this with the rates of the optimizer."""
-        self._aggregation.at_learning_rate(*rates)
-
-    def collect(self, optimizer: torch.optim.Optimizer) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the parameters and `Gradients.loop_gradients`. Each has the learning rate of its
-        group.
+    def collect(self, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+        """Return `Gradients.loop_gradients`, and set the learning rates of the next step.
 
         Raises ValueError for a momentum of the optimizer that does not fit the method's.
         """
-        parameters, gradients = self.flat.parameters, self.flat.loop_gradients(optimizer)
-        if self.owns_momentum:
-            check_momentum(optimizer, *self.decay_momentum)
+        gradients, method = self.flat.loop_gradients(optimizer), self._aggregation
+        if method.owns_momentum:
+            check_momentum(optimizer, method.momentum, method.nesterov)
         rates: dict[int, float] = {}
         for group in optimizer.param_groups:
             rates |= dict.fromkeys(map(id, group["params"]), float(group.get("lr", 0.0)))
-        self.at_learning_rate(*(rates[id(parameter)] for parameter in parameters))
-        return parameters, gradients
+        method.at_learning_rate(*(rates[id(parameter)] for parameter in self.flat.parameters))
+        return gradients
 
-    def mean_of(self, parameters: Tensors, gradients: Tensors) -> list[Tensor] | None:
-        """Return the mean. The errors are the method's."""
+    def mean_of(self, gradients: Tensors) -> list[Tensor] | None:
+        """Return the mean of gradients and errors, keep the new errors, and change no gradient.
+        None before the first step."""
         return self.aggregate(gradients)
 
     def aggregate(self, gradients: Tensors) -> list[Tensor] | None:
@@ -343,21 +234,35 @@ class CompressedMean(Traffic, Aggregator):
         self.network.load_state_dict(state["network"])
 
 
-def processes_for(network: Network | None, process_group: Any) -> Processes:
-    """The processes of a network, or else of a group. Raises ValueError if both are given."""
-    if network is not None and process_group is not None:
-        raise ValueError("process_group: leave it out with network, which has its own processes")
-    return processes_of(process_group) if network is None else network.processes
+@not_compiled
+@torch.no_grad()
+def optimizer_step(
+    optimizer: torch.optim.Optimizer,
+    aggregator: Aggregator,
+    scaler: torch.amp.GradScaler | None = None,
+) -> None:
+    """A step of the optimizer with the mean of all workers' gradients by an aggregator.
 
+    Takes the gradients p.grad and clears them. Errors are kept apart.
 
-def network_of_all(comm: Processes, device: torch.device) -> Network:
-    """The network of all processes, for means, which do not depend on its topology."""
-    return Network(topologies.make("ring", comm.size), comm, device)
+    Args:
+        aggregator: `PowerSGD`, `DGC`, `ErrorFeedback` or `SignSGD`.
+        scaler: A GradScaler that has unscaled the gradients. If they are not finite in a process,
+            all processes skip the step, and errors stay as they are.
 
-
-def check_one_worker(network: Network) -> None:
-    """Raise ValueError unless the network hosts one worker in this process."""
-    if network.rows != 1:
-        raise ValueError(
-            f"the network hosts {network.rows} workers in this process; use one worker per process"
-        )
+    Raises:
+        ValueError: Before anything is sent, for a parameter with a missing or sparse gradient, and
+            for an optimizer of other parameters, or with momentum where the method owns it.
+    """
+    gradients = aggregator.collect(optimizer)
+    left_out = False
+    if scaler is not None and scaler.is_enabled():
+        finite = all(bool(gradient.isfinite().all()) for gradient in gradients)
+        left_out = not all(aggregator.processes.everywhere(finite))
+    means = None if left_out else aggregator.mean_of(gradients)
+    try:
+        if means is not None:
+            torch._foreach_copy_(gradients, means)
+            optimizer.step()
+    finally:
+        torch._foreach_zero_(gradients)

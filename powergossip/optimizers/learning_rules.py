@@ -12,9 +12,8 @@ from torch import Tensor
 from powergossip import algorithms, checks
 from powergossip.algorithms import learning
 from powergossip.network import Network
-from powergossip.optimizers.checks import is_frozen, named
+from powergossip.optimizers.checks import HALF, is_frozen, named
 from powergossip.optimizers.gossip_method import GossipMethod
-from powergossip.optimizers.precision import HALF
 from powergossip.optimizers.sharded_parameters import block, shaped_like
 from powergossip.parameters import Layout
 
@@ -129,25 +128,14 @@ class LearningRule:
         network: Network,
         method: GossipMethod,
         part: int,
-        steps: int,
         parameters: Sequence[Tensor],
         layout: Layout,
         x: Tensor,
     ) -> "tuple[learning.GossipRule, Wrapped]":
         """The rule for the parameters of a part, whose memory is x [1, D], and its local optimizer.
 
-        Args:
-            steps: Number of steps that other parts have taken.
-
-        Raises:
-            ValueError: For an averaging algorithm or a topology that do not fit.
+        Raises ValueError for an averaging algorithm or a topology that do not fit.
         """
-        local_steps = self.options.get("local_steps", 1)
-        if steps % local_steps and not self._rule.stateless:
-            raise ValueError(
-                f"add_param_group() after {steps} steps: call it after a multiple of "
-                f"local_steps={local_steps}, when messages have been sent"
-            )
         self.check_rate(parameters)
         directs = self.has_momentum or self.options.get("gradient_correction") or self._max_norm
         gradient = torch.zeros_like(x) if directs else None
@@ -159,14 +147,8 @@ class LearningRule:
             return made
 
         buffers = learning.Buffers(x, x if gradient is None else gradient, layout)
-        workers = learning.Workers(
-            network, averaging, buffers, local, clip=self._max_norm, whole=not part
-        )
-        if self._max_norm is not None:
-            workers.check_whole()
-        rule = learning.make(self.name, workers, self._local_optimizer, **self.options)
-        rule.begin_after(steps)
-        return rule, local
+        workers = learning.Workers(network, averaging, buffers, local, clip=self._max_norm)
+        return learning.make(self.name, workers, self._local_optimizer, **self.options), local
 
 
 class Wrapped:

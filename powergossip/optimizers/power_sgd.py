@@ -13,10 +13,8 @@ algorithms.power_sgd.
 
 Precision: gradients are float32, float64, bfloat16 or float16, also mixed. All are computed and
 sent in float64 if one of them is float64, otherwise in float32, so that an element of a
-half-precision gradient takes 32 bits in a message that is not compressed. With
-message_dtype="parameter", messages about parameters in half precision, and the sums of messages,
-have their precision. The mean is rounded to the precision of the gradient. Bits are counted as
-sent.
+half-precision gradient takes 32 bits in a message that is not compressed. The mean is rounded to
+the precision of the gradient.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,21 +23,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from powergossip import checks
 from powergossip.algorithms.power_sgd import PowerSGDAggregation, PowerSGDConfig
-from powergossip.network import Network
-from powergossip.optimizers.checks import Params
-from powergossip.optimizers.gradients import (
-    FLOATING_POINT,
-    CompressedMean,
-    Gradients,
-    Tensors,
-)
-from powergossip.optimizers.precision import MESSAGE_DTYPES, Rounding
-from powergossip.parameters import matrix_shape
+from powergossip.optimizers.checks import DTYPES, Params
+from powergossip.optimizers.gradients import Aggregator, Gradients, Tensors
 
 
-class PowerSGD(CompressedMean):
+class PowerSGD(Aggregator):
     """The approximate mean of the gradients of these parameters over all processes.
 
     The error is kept in `flat`, in float32 for gradients in half precision.
@@ -48,11 +37,8 @@ class PowerSGD(CompressedMean):
         params: Tensors or (name, tensor) pairs, in an order that all processes share. All workers
             start from the parameters of process 0. Frozen parameters (requires_grad=False) are
             neither changed nor sent.
-        network: A network with one worker per process, by default the process group's.
         process_group: A group of torch.distributed, an mpi4py communicator, a `Processes`, or None
             for all processes of the run.
-        message_dtype: "float32", or "parameter": then messages about parameters in bfloat16 or
-            float16 have half the bits. Their rounding errors are not in the error that is fed back.
         mesh: The dimension of a DeviceMesh along which replicas differ, such as mesh["replica"],
             for parameters that are sharded along another one. Each shard compresses its blocks.
 
@@ -67,51 +53,13 @@ class PowerSGD(CompressedMean):
         self,
         params: Params,
         config: PowerSGDConfig,
-        network: Network | None = None,
         *,
         process_group: Any = None,
-        message_dtype: str = "float32",
         mesh: Any = None,
     ):
-        checks.one_of("message_dtype", message_dtype, MESSAGE_DTYPES)
-        flat = Gradients(
-            params,
-            network,
-            process_group=process_group,
-            mesh=mesh,
-            dtypes=FLOATING_POINT,
-        )
+        flat = Gradients(params, process_group=process_group, mesh=mesh, dtypes=DTYPES)
         super().__init__(flat, PowerSGDAggregation(flat.network, flat.layout, config, flat.dtype))
         self.config = config
-        dtype = flat.message_dtype(message_dtype)
-        self._rounding = None if dtype is None else Rounding(dtype)
-
-    @property
-    def step_counter(self) -> int:
-        """The number of calls of `aggregate`."""
-        return self._aggregation.steps
-
-    @property
-    def is_compressed_mask(self) -> list[bool]:
-        """For each parameter, True if it is compressed."""
-        return [
-            len(shape) >= 2 and self.config.compresses(*matrix_shape(shape))
-            for shape in self.flat.layout.shapes
-        ]
-
-    @property
-    def uncompressed_num_floats(self) -> int:
-        """Elements of a gradient."""
-        return self.flat.layout.size
-
-    @property
-    def compressed_num_floats(self) -> float:
-        """Elements that are sent for a gradient per step of compression, on average.
-
-        A convolution counts as the matrix that is sent, [first dimension, all the others]. The
-        published property adds up its four dimensions.
-        """
-        return self._aggregation.elements_sent
 
     def aggregate(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         """Return the approximate mean over all workers, which the next call overwrites.
@@ -128,24 +76,17 @@ class PowerSGD(CompressedMean):
                 f"{len(gradients)} gradients, where {len(errors)} parameters are trained; give one "
                 "for each"
             )
-        apart = [  # from the flat buffer
-            (gradient, error)
-            for gradient, error in zip(gradients, errors, strict=True)
-            if gradient.data_ptr() != error.data_ptr()
-        ]
-        for gradient, error in apart:
-            error.copy_(gradient)
-        conversation = self._aggregation.step(self.flat.gradient, self.flat.mean)
-        self.network.run(conversation if self._rounding is None else self._rounding(conversation))
-        for gradient, error in apart:
-            gradient.copy_(error)
+        torch._foreach_copy_(errors, list(gradients))
+        self.network.run(self._aggregation.step(self.flat.gradient, self.flat.mean))
+        torch._foreach_copy_(list(gradients), errors)
         means = zip(self.flat.means, gradients, strict=True)
         return [mean.to(gradient.dtype) for mean, gradient in means]
 
-    def mean_of(self, parameters: Tensors, gradients: Tensors) -> list[Tensor] | None:
+    def mean_of(self, gradients: Tensors) -> list[Tensor] | None:
         """Return the mean of gradients plus errors, and keep the new errors. See `Aggregator`."""
         torch._foreach_add_(self.flat.gradients, list(gradients))
-        return self.aggregate(self.flat.gradients)
+        self.network.run(self._aggregation.step(self.flat.gradient, self.flat.mean))
+        return self.flat.means
 
     def state_dict(self) -> dict[str, Any]:
         """Directions, counters and the error."""

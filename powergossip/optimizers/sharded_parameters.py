@@ -147,15 +147,11 @@ class Sharding:
         return BlockLayout(sharded) if self.per_shard else sharded
 
 
-def check_sharding_options(mesh: Any, per_shard: bool, message_dtype: str) -> None:
+def check_sharding_options(mesh: Any, per_shard: bool) -> None:
     """Raise ValueError for options that do not fit."""
     checks.check("per_shard", per_shard, isinstance(per_shard, bool), "True or False")
     if mesh is None and per_shard:
         raise ValueError("per_shard=True: use it with mesh=, for sharded parameters")
-    if mesh is not None and not per_shard and message_dtype != "float32":
-        raise ValueError(
-            f"message_dtype={message_dtype!r}: use float32 with mesh=, or per_shard=True"
-        )
 
 
 def replicas(

@@ -16,14 +16,13 @@ algorithms.sign_sgd.
 from typing import Any
 
 from powergossip.algorithms.sign_sgd import SignSGDAggregation, SignSGDConfig
-from powergossip.network import Network
 from powergossip.optimizers.checks import Params
-from powergossip.optimizers.gradients import CompressedMean, Gradients, optimizer_step
+from powergossip.optimizers.gradients import Aggregator, Gradients, optimizer_step
 
 __all__ = ["SignSGD", "SignSGDConfig", "optimizer_step"]
 
 
-class SignSGD(CompressedMean):
+class SignSGD(Aggregator):
     """The majority vote on the signs of these parameters' gradients, −1, 0 or 1 for each element.
 
     Cost on the wire: 1 bit for each element, to n − 1 others.
@@ -40,11 +39,10 @@ class SignSGD(CompressedMean):
         self,
         params: Params,
         config: SignSGDConfig | None = None,
-        network: Network | None = None,
         *,
         process_group: Any = None,
         mesh: Any = None,
     ):
         self.config = given = config or SignSGDConfig()
-        flat = Gradients(params, network, process_group=process_group, mesh=mesh)
+        flat = Gradients(params, process_group=process_group, mesh=mesh)
         super().__init__(flat, SignSGDAggregation(flat.network, flat.layout, given))

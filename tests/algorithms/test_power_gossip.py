@@ -1,7 +1,6 @@
 """Laws of PowerGossip."""
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 import networkx as nx
@@ -16,7 +15,6 @@ from powergossip import algorithms, kernels, randomness, topologies
 from powergossip.algorithms import PlainGossip, PowerGossip
 from powergossip.algorithms.directions import Directions, EdgeConstants, matrix_sides
 from powergossip.network import Conversation, Network
-from powergossip.optimizers.precision import Rounding
 from powergossip.parameters import Layout
 from powergossip.tasks.models import ResNet20
 from tests.harness.averaging import (
@@ -404,23 +402,7 @@ def test_both_ends_decide_alike_about_rounding_errors(
     assert torch.equal(next_directions(own), difference)
 
 
-@pytest.mark.parametrize("compiled", [True, False])
-def test_both_ends_decide_alike_about_messages_in_half_precision(
-    compiled: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A difference between 1e-6 of the maximum of a message, and of the product before rounding."""
-    if not compiled:
-        monkeypatch.setattr(kernels, "load", lambda network: None)
-    difference = torch.tensor([0.0] * 64 + [168 * 2**-27])
-    own = torch.stack([torch.tensor([1.253] + [0.0] * 64), difference])
-    own[1, 0] = 1.25  # as 1.253 in bfloat16
-    found = next_directions(own, Rounding(torch.bfloat16))
-    assert torch.equal(found, torch.stack([difference, -difference]))
-
-
-def next_directions(
-    rows: Tensor, sent: Callable[[Conversation], Conversation] = lambda conversation: conversation
-) -> Tensor:
+def next_directions(rows: Tensor) -> Tensor:
     """Directions of two workers after an iteration with (1, 0), with which products are the rows
     [worker, column]."""
     network, layout = alone("ring", 2), Layout([(2, rows.shape[1])])
@@ -428,7 +410,7 @@ def next_directions(
     state = averaging.state_dict()
     state["matrices"]["directions"] = [torch.tensor([[[1.0, 0.0]], [[-1.0, 0.0]]])]
     averaging.load_state_dict(state)
-    network.run(sent(averaging.step(torch.cat([rows, torch.zeros_like(rows)], 1))))
+    network.run(averaging.step(torch.cat([rows, torch.zeros_like(rows)], 1)))
     (found,) = averaging.state_dict()["matrices"]["directions"]
     return found[:, 0]
 

@@ -214,13 +214,11 @@ def test_the_rank_is_at_most_the_shorter_side(rank: int) -> None:
 
 
 def test_parameters_and_gradients_that_cannot_be_averaged_are_named() -> None:
-    def rejected(params: Any, message: str, **more: Any) -> None:
+    def rejected(params: Any, message: str) -> None:
         with pytest.raises(ValueError, match=message):
-            PowerSGD(params, AT_ONCE, **more)
+            PowerSGD(params, AT_ONCE)
 
     rejected([], "there are no parameters")
-    several = Network(topologies.make("ring", 3), Processes())
-    rejected([torch.zeros(2, 2)], "hosts 3 workers", network=several)
     whole = torch.zeros(3, dtype=torch.int64)
     rejected([("w", torch.zeros(2)), ("k", whole)], 'parameter "k" is torch.int64')
     rejected([torch.zeros(2, dtype=torch.complex64)], "parameter 0 .* is torch.complex64")
@@ -388,13 +386,12 @@ def test_the_published_defaults() -> None:
 
 @pytest.mark.parallel([4])
 def test_workers_start_from_the_values_of_process_0() -> None:
-    """To the bit, −0 and NaN included; other shapes are rejected in all processes. A network of
-    one process leaves them alone."""
+    """To the bit, −0 and NaN included; other shapes are rejected in all processes. One process by
+    itself leaves them alone."""
     who = processes()
     value = [-0.0, torch.nan, 1e-45] if who.rank == 0 else [1.0, 2.0, 3.0]
     parameters = [torch.tensor(value), torch.full((2, 2), float(who.rank))]
-    alone = Network(topologies.make("ring", 1), Processes())
-    assert PowerSGD(parameters, AT_ONCE, network=alone).network is alone
+    PowerSGD(parameters, AT_ONCE, process_group=Processes())
     assert (parameters[1] == who.rank).all()
     PowerSGD(parameters, AT_ONCE)
     expected = torch.tensor([-0.0, torch.nan, 1e-45])

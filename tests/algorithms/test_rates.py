@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from omegaconf import OmegaConf
-from torch import nn
 
 import gossip_run
 import train
@@ -16,7 +15,6 @@ from powergossip.algorithms import rates
 from powergossip.compressors import QSGD
 from powergossip.consensus.sweep import Sweep
 from powergossip.network import Network, Processes, processes
-from powergossip.optimizers import GossipOptimizer
 from powergossip.parameters import Layout
 from powergossip.runs.metrics import Hooks
 from powergossip.topologies import Topology
@@ -108,17 +106,6 @@ def test_a_training_run_gives_one_warning() -> None:
     config |= {"optimizer": "power-gossip", "optimizer_diffusion_rate": 2.5, "num_epochs": 1}
     (text,) = warned(lambda: Trainer(checked(config, processes()), processes()))
     assert all(word in text for word in ("2.5", "fully-connected", "above 2 ", "gossip is 1 "))
-
-
-@pytest.mark.parallel([4])
-def test_an_optimizer_with_two_parts_gives_one_warning_on_process_0() -> None:
-    def build() -> None:
-        model = nn.Linear(3, 4)
-        local = torch.optim.SGD([model.weight], lr=0.1)
-        optimizer = GossipOptimizer(local, "dpsgd", topology="star", diffusion_rate=2.5)
-        optimizer.add_param_group({"params": [model.bias]})
-
-    assert len(warned(build)) == (1 if processes().rank == 0 else 0)
 
 
 # auto

@@ -294,26 +294,6 @@ def test_a_restored_optimizer_is_the_same_to_the_bit(name: str, tmp_path: Path) 
     assert resumed[1].bits == straight[1].bits
 
 
-@pytest.mark.parallel([4])
-@pytest.mark.parametrize("name", ["gradient-tracking", "k-gt", "momentum-tracking"])
-def test_parameters_of_several_groups_are_those_of_one(name: str) -> None:
-    """Also if they are added later, in a part of their own. Their messages travel concurrently."""
-
-    def trained(*groups: slice) -> tuple[Tensor, int]:
-        model = Quadratic(processes().rank)
-        first, *others = [[*model.parameters()][of_group] for of_group in groups]
-        local = torch.optim.SGD([{"params": [p]} for p in first], lr=0.05)
-        optimizer = GossipOptimizer(local, "dpsgd", learning=name)
-        for parameters in others:
-            optimizer.add_param_group({"params": parameters})
-        run(model, optimizer, 4)
-        return model.x, optimizer.bits
-
-    (one, bits), (two, bits_of_two) = trained(slice(0, 2)), trained(slice(0, 1), slice(1, 2))
-    torch.testing.assert_close(one, two, rtol=1e-6, atol=1e-6)
-    assert bits == bits_of_two
-
-
 @pytest.mark.parametrize("name", ["gradient-tracking", "k-gt", "exact-diffusion"])
 def test_alone_it_is_the_wrapped_optimizer_to_the_bit(name: str) -> None:
     for make in (
@@ -511,32 +491,6 @@ def test_options_of_an_own_rule_are_the_same_by_both_doors(
             )
         with pytest.raises(ValueError, match=f"^learning_options.{text}"):
             after_steps(1, **keys, learning_options={"every": wrong})
-
-
-@pytest.mark.parametrize(
-    ("keywords", "steps", "group", "key"),
-    [
-        ({"learning": "gt-nsgd"}, 0, {}, "add_param_group"),
-        ({"learning": "k-gt", "local_steps": 3}, 2, {}, "local_steps=3"),
-        ({"learning": MT}, 0, {"momentum": 0.9}, "momentum=0.9"),
-    ],
-)
-def test_groups_that_do_not_fit_are_rejected(
-    keywords: dict[str, Any], steps: int, group: dict[str, Any], key: str
-) -> None:
-    """And nothing changes."""
-    model = Quadratic(0)
-    local = torch.optim.SGD([model.weight], lr=0.1)
-    optimizer = GossipOptimizer(local, "dpsgd", process_group=ALONE, **keywords)
-    run(model, optimizer, steps)
-    with pytest.raises(ValueError, match=key):
-        optimizer.add_param_group({"params": [model.bias], **group})
-    assert (
-        len(optimizer.param_groups)
-        == len(optimizer.state_dict()["param_groups"][0]["gossip"]["averaging"])
-        == 1
-    )
-    run(model, optimizer, 1)
 
 
 @pytest.mark.parallel([4])

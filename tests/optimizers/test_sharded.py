@@ -312,24 +312,6 @@ def test_replicas_start_with_the_values_of_the_first() -> None:
 
 
 @pytest.mark.parallel([4])
-def test_parameters_added_later_are_those_of_an_unsharded_run() -> None:
-    where = replicas(2)
-    pair, group = Pair(where), where.between.get_group()
-    optimizers = [
-        GossipOptimizer(SGD(pair.sharded[:2]), "power-gossip", mesh=where.between),
-        GossipOptimizer(SGD(pair.whole[:2]), "power-gossip", process_group=group),
-    ]
-    for optimizer, parameters in zip(optimizers, (pair.sharded, pair.whole), strict=True):
-        optimizer.add_param_group({"params": parameters[2:]})
-    pair.start()
-    for t in range(4):
-        pair.backward(t)
-        for optimizer in optimizers:
-            optimizer.step()
-    pair.check()
-
-
-@pytest.mark.parallel([4])
 def test_an_overflow_in_one_shard_skips_the_update_of_its_replica() -> None:
     where = replicas(2)
     model = where.shards(mlp())
@@ -425,21 +407,6 @@ def test_per_shard_a_norm_is_that_of_the_replica() -> None:
     check_pairs(*pairs)
 
 
-@pytest.mark.parallel([4])
-def test_per_shard_messages_in_half_precision_have_half_the_bits() -> None:
-    where, bits = replicas(2), []
-    for message_dtype in ("float32", "parameter"):
-        p = nn.Parameter(divided(torch.zeros(6, 4, dtype=torch.bfloat16), where))
-        optimizer = GossipOptimizer(
-            SGD([p]), "dpsgd", mesh=where.between, per_shard=True, message_dtype=message_dtype
-        )
-        p.grad = torch.ones_like(p) * where.replica
-        optimizer.step()
-        assert torch.equal(p.full_tensor(), torch.full((6, 4), -0.05).bfloat16())  # type: ignore[attr-defined]
-        bits.append(optimizer.bits)
-    assert bits[0] == 2 * bits[1] > 0
-
-
 # Gradients.
 
 
@@ -463,5 +430,5 @@ def test_compressed_gradients_are_those_of_the_blocks(name: str) -> None:
         optimizer_step(SGD(pair.sharded), aggregator)
         optimizer_step(SGD(blocks), reference)
     check_blocks(pair, blocks)
-    assert name != "powersgd" or any(reference.is_compressed_mask)
+    assert name != "powersgd" or reference.compression_rate > 1
     assert aggregator.bits == reference.bits > 0

@@ -240,7 +240,6 @@ def test_bad_input() -> None:
             sharded,
             {"method": "power-gossip", "rank": 1 + where.shard},
         ),
-        ("message_dtype='parameter': use float32", sharded, {"message_dtype": "parameter"}),
         ("sparta of sharded parameters: use per_shard", sharded, {"method": "sparta"}),
         (
             "all-reduce with bits=4 of sharded parameters: use per_shard",

@@ -16,14 +16,12 @@ import torch.distributed as dist
 from mpi4py import MPI
 from torch import Tensor, nn
 
-from powergossip import algorithms, kernels, topologies
 from powergossip.compressors import RandomK, TopK
 from powergossip.errors import BadInput
-from powergossip.network import Network, Processes, processes, processes_of, torch_group
+from powergossip.network import processes, torch_group
 from powergossip.optimizers import (
     DGC,
     DGCSGD,
-    Aggregator,
     Config,
     DGCConfig,
     ErrorFeedback,
@@ -34,8 +32,6 @@ from powergossip.optimizers import (
     dgc,
     optimizer_step,
 )
-from powergossip.optimizers.precision import Rounding
-from powergossip.parameters import Layout
 from tests.harness.user_loop import (
     ALONE,
     METHODS,
@@ -259,16 +255,6 @@ def test_a_resumed_loop_is_the_same_to_the_bit(name: str) -> None:
     assert whole[2].bits == resumed[2].bits
 
 
-class Whole(Aggregator):
-    """One that sends nothing: this worker's gradients and errors, rounded to multiples of 1/16."""
-
-    def aggregate(self, gradients: Any) -> list[Tensor]:
-        means = [gradient.mul(16).round().div(16) for gradient in gradients]
-        for gradient, mean in zip(gradients, means, strict=True):
-            gradient.sub_(mean)
-        return means
-
-
 def scaled_loop(
     name: str,
     steps: Any,
@@ -279,7 +265,7 @@ def scaled_loop(
     group: Any = None,
 ) -> Tensor:
     """The parameters after a loop with a GradScaler. The loss of process 1 overflows in step -1."""
-    make, momentum = RESUMED.get(name, (lambda m, g: Whole(), 0.9))
+    make, momentum = RESUMED[name]
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
     aggregator = make(model, group)
@@ -299,7 +285,7 @@ def scaled_loop(
     return numbers(model)
 
 
-@pytest.mark.parametrize("name", [*RESUMED, "one of your own"])
+@pytest.mark.parametrize("name", RESUMED)
 @pytest.mark.parametrize("clip", [None, 0.1])
 def test_gradients_may_be_scaled_clipped_and_cleared(name: str, clip: float | None) -> None:
     """Between steps, p.grad has the gradients alone: what changes them leaves the errors."""
@@ -312,15 +298,13 @@ def test_gradients_may_be_scaled_clipped_and_cleared(name: str, clip: float | No
 
 
 @pytest.mark.parallel([2])
-@pytest.mark.parametrize("name", [*RESUMED, "of a user"])
+@pytest.mark.parametrize("name", RESUMED)
 def test_a_step_that_overflows_in_one_process_is_left_out_in_all(name: str) -> None:
     """Parameters, errors and momentum are those of the loop without it. All are those of a group:
-    process 0 alone takes the step. The user's aggregator has no group, and sends nothing."""
+    process 0 alone takes the step."""
     steps = [0, 1, 2, -1, 3, 4, 5]
     found = scaled_loop(name, steps, scaled=True, clip=1.0, zero=False)
     assert torch.equal(found, scaled_loop(name, range(6), scaled=True, clip=1.0))
-    if name not in RESUMED:
-        return
     assert torch.equal(*processes().gather(found))
     taken = [0, 1, 2, 3, 4, 5] if processes().rank else [0, 1, 2, 1, 3, 4, 5]
     alone = scaled_loop(name, steps, scaled=True, group=ALONE)
@@ -350,21 +334,6 @@ def test_a_state_is_that_of_a_worker_among_as_many(name: str) -> None:
             own.load_state_dict(other)
         assert str(own.state_dict()) == str(state)
     own.load_state_dict(state)
-    if name in RESUMED:  # states of version 1.0.0
-        own.load_state_dict({k: v for k, v in state.items() if k not in ("worker", "n_workers")})
-
-
-def test_arguments_of_gradient_aggregations_are_checked() -> None:
-    network = Network(topologies.make("ring", 1), Processes())
-    for make in (
-        lambda: PowerSGD(mlp().parameters(), AT_ONCE, network, process_group=ALONE),
-        lambda: DGC(mlp().parameters(), None, network, process_group=ALONE),
-    ):
-        with pytest.raises(ValueError, match="process_group"):
-            make()
-    with pytest.raises(ValueError, match=r"^message_dtype=fp8: use float32 or parameter"):
-        PowerSGD(mlp().parameters(), AT_ONCE, process_group=ALONE, message_dtype="fp8")
-    assert processes_of(ALONE) is ALONE
 
 
 # --- Half precision ------------------------------------------------------------------------------
@@ -379,41 +348,30 @@ def half_mlp(dtype: torch.dtype, seed: int = 0) -> nn.Module:
 @pytest.mark.parallel([4])
 @pytest.mark.parametrize("dtype", HALF)
 def test_gossip_of_half_precision_is_rounded_once(dtype: torch.dtype) -> None:
-    """x ← round(W x), with messages of 32 and, to the same result, 16 bits."""
-    for bits, message_dtype in ((32, "float32"), (16, "parameter")):
-        model = half_mlp(dtype)
-        local = torch.optim.SGD(model.parameters(), lr=0.0)
-        optimizer = GossipOptimizer(local, "dpsgd", message_dtype=message_dtype)
-        model.load_state_dict(half_mlp(dtype, processes().rank).state_dict())
-        before = everywhere(model)
-        optimizer.step()
-        expected = (mixing() @ before.float())[processes().rank]
-        ulp = torch.finfo(dtype).eps * expected.abs()
-        assert ((numbers(model).float() - expected).abs() <= 0.5001 * ulp + 1e-7).all()
-        assert optimizer.bits == 2 * bits * before.shape[1]
-        own = numbers(model)
-        with optimizer.mean_model():
-            assert torch.equal(*everywhere(model)[:2])
-        assert torch.equal(numbers(model), own)
+    """x ← round(W x)."""
+    model = half_mlp(dtype)
+    optimizer = GossipOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), "dpsgd")
+    model.load_state_dict(half_mlp(dtype, processes().rank).state_dict())
+    before = everywhere(model)
+    optimizer.step()
+    expected = (mixing() @ before.float())[processes().rank]
+    ulp = torch.finfo(dtype).eps * expected.abs()
+    assert ((numbers(model).float() - expected).abs() <= 0.5001 * ulp + 1e-7).all()
+    assert optimizer.bits == 2 * 32 * before.shape[1]
+    own = numbers(model)
+    with optimizer.mean_model():
+        assert torch.equal(*everywhere(model)[:2])
+    assert torch.equal(numbers(model), own)
 
 
 @pytest.mark.parallel([4])
-@pytest.mark.parametrize(
-    ("dtype", "message_dtype"),
-    [
-        (torch.float32, "float32"),
-        (torch.bfloat16, "float32"),
-        (torch.bfloat16, "parameter"),
-    ],
-)
-def test_every_method_keeps_the_mean_and_brings_workers_together(
-    dtype: torch.dtype, message_dtype: str
-) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_method_keeps_the_mean_and_brings_workers_together(dtype: torch.dtype) -> None:
     """At a learning rate of 0, up to the rounding of parameters."""
     for name, method in METHODS.items():
         model = half_mlp(dtype)
         local = torch.optim.SGD(model.parameters(), lr=0.0)
-        optimizer = GossipOptimizer(local, **method, message_dtype=message_dtype)
+        optimizer = GossipOptimizer(local, **method)
         model.load_state_dict(half_mlp(dtype, processes().rank).state_dict())
         before = everywhere(model).float()
         for _ in range(15):
@@ -423,29 +381,6 @@ def test_every_method_keeps_the_mean_and_brings_workers_together(
         assert (after.mean(0) - before.mean(0)).abs().max() < rounding, name
         # Moniqua has noise of size θ.
         assert after.std(0).norm() < 0.6 * before.std(0).norm(), name
-
-
-@pytest.mark.parametrize(
-    ("rank", "num_iterations", "compiled"), [(1, 2, True), (2, 1, True), (2, 1, False)]
-)
-def test_rounded_messages_keep_the_mean_of_power_gossip(
-    rank: int, num_iterations: int, compiled: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """To the precision of float32: both ends of an edge use the same rounded products."""
-    if not compiled:
-        monkeypatch.setattr(kernels, "load", lambda network: None)
-    network = Network(topologies.make("ring", 4), ALONE)
-    layout = Layout([(8, 6), (5, 7), (8, 6)])
-    averaging = algorithms.PowerGossip(network, layout, rank=rank, num_iterations=num_iterations)
-    x = torch.randn(4, layout.size, generator=torch.Generator().manual_seed(0))
-    mean, distance = x.mean(0), (x - x.mean(0)).norm()
-    rounding = Rounding(torch.bfloat16)
-    for _ in range(40):
-        network.run(rounding(averaging.step(x)))
-    assert (x.mean(0) - mean).abs().max() < 1e-5
-    assert (x - x.mean(0)).norm() < 0.1 * distance
-    per_iteration = 16 * rank * 2 * (8 + 5 + 8 + 6 + 7 + 6) // 2
-    assert network.bits[0] == 40 * num_iterations * per_iteration
 
 
 class Scaled(nn.Module):
@@ -461,23 +396,19 @@ class Scaled(nn.Module):
 
 
 @pytest.mark.parallel([2])
-@pytest.mark.parametrize(
-    ("name", "message_dtype"),
-    [("gossip", "float32"), ("powersgd", "parameter"), ("dgc", "float32")],
-)
-def test_models_of_several_precisions_learn(name: str, message_dtype: str) -> None:
+@pytest.mark.parametrize("name", ["gossip", "powersgd", "dgc"])
+def test_models_of_several_precisions_learn(name: str) -> None:
     model = Scaled()
-    options: dict[str, Any] = {"message_dtype": message_dtype}
     take: Any = optimizer_step
     aggregator: Any
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.3)
     if name == "gossip":
-        optimizer = GossipOptimizer(optimizer, "power-gossip", **options)
+        optimizer = GossipOptimizer(optimizer, "power-gossip")
     elif name == "powersgd":
-        aggregator = PowerSGD(model.parameters(), AT_ONCE, **options)
+        aggregator = PowerSGD(model.parameters(), AT_ONCE)
     else:
         config = DGCConfig(compress_ratio=0.3, int32_indices=True)
-        aggregator, take = DGC(model.parameters(), config, **options), dgc.optimizer_step
+        aggregator, take = DGC(model.parameters(), config), dgc.optimizer_step
         optimizer = DGCSGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
     losses = []
     for t in range(40):
@@ -494,38 +425,6 @@ def test_models_of_several_precisions_learn(name: str, message_dtype: str) -> No
     assert losses[-1] < 0.7 * losses[0]
     if name != "gossip":
         assert torch.equal(*everywhere(model))
-
-
-@pytest.mark.parallel([2])
-def test_messages_of_powersgd_in_half_precision_have_half_the_bits() -> None:
-    counted = []
-    for message_dtype in ("float32", "parameter"):
-        model = half_mlp(torch.bfloat16)
-        aggregator = PowerSGD(model.parameters(), AT_ONCE, message_dtype=message_dtype)
-        model(torch.ones(2, 6).bfloat16()).sum().backward()
-        optimizer_step(torch.optim.SGD(model.parameters(), lr=0.1), aggregator)
-        counted.append(aggregator.bits)
-    assert counted[0] == 2 * counted[1] > 0
-
-
-@pytest.mark.parallel([2])
-def test_rounding_errors_of_dgc_are_sent_later() -> None:
-    """The means and the accumulated elements sum to the gradients, with values in bfloat16."""
-    parameter = nn.Parameter(torch.zeros(6, 4).bfloat16())
-    config = DGCConfig(compress_ratio=0.3, momentum=0.0)
-    aggregator = DGC([parameter], config, message_dtype="parameter")
-    given, applied = torch.zeros(6, 4), torch.zeros(6, 4)
-    for t in range(5):
-        generator = torch.Generator().manual_seed(10 * t + processes().rank)
-        gradient = torch.randn(6, 4, generator=generator)
-        given += gradient
-        means = aggregator.aggregate([gradient])
-        assert means is not None
-        assert aggregator.bits == (t + 1) * (32 + 8 * (16 + 64))
-        applied += means[0]
-    kept = aggregator.state_dict()["aggregation"]["kept"].view(6, 4)
-    everything = sum(processes().gather(given - kept)) / 2
-    torch.testing.assert_close(applied, everything, rtol=1e-4, atol=1e-5)
 
 
 # --- Tied weights --------------------------------------------------------------------------------

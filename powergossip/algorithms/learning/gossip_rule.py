@@ -67,7 +67,6 @@ class Workers(NamedTuple):
         local: Optimizer of the workers, without momentum for rules with `direct`.
         weight_decay: Weight decay of the gradients, see Correction.
         clip: Largest norm of a worker's gradient.
-        whole: True if `parameters` are all parameters of the models.
     """
 
     network: Network
@@ -76,19 +75,10 @@ class Workers(NamedTuple):
     local: Local
     weight_decay: float = 0.0
     clip: float | None = None
-    whole: bool = True
 
     def norms(self, of: Tensor) -> Tensor:
         """Norms [worker, 1] of variables [worker, D], at least the smallest positive number."""
         return self.parameters.layout.norms(of).clamp_(min=torch.finfo(of.dtype).tiny)
-
-    def check_whole(self) -> None:
-        """Raise ValueError unless norms are over all parameters."""
-        if not self.whole:
-            raise ValueError(
-                "add_param_group(): construct a new GossipOptimizer for all parameters, since a "
-                "norm is over all of them"
-            )
 
 
 class Variable(Enum):
@@ -351,7 +341,7 @@ class GossipRule:
     # --- State ---
 
     def begin_after(self, steps: int) -> None:
-        """Begin when other parts of the models, or other workers, have taken this many steps."""
+        """Begin when other workers have taken this many steps."""
 
     def begin_at(self, point: Tensor) -> None:
         """See `averaging.Copies`. Other variables than x begin at 0."""

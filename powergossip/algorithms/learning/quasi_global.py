@@ -77,7 +77,6 @@ class QuasiGlobalAdam(_QuasiGlobal):
         adam_epsilon: float = 1e-8,
     ):
         super().__init__(workers, overlapping=overlapping)
-        workers.check_whole()
         self._norms = workers.norms
         self._betas, self._epsilon = (adam_beta1, adam_beta2), adam_epsilon
         self._m, self._v = torch.zeros_like(self._x), torch.zeros_like(self._x)

@@ -120,7 +120,6 @@ class NormalizedGradientTracking(_TrackedDirection):
 
     def __init__(self, workers: Workers, *, overlapping: bool = False, momentum: float = 0.9):
         super().__init__(workers, overlapping=overlapping)
-        workers.check_whole()
         self._norms = workers.norms
         self._momentum = momentum
 
