@@ -75,8 +75,6 @@ def main(arguments: Sequence[str]) -> None:
     ]
     result: dict[str, Any] = {"runs": runs}
     if final:
-        last = folder / f"0-{seeds[0]}"
-        result |= measuring.cost(task, values, settings[0], runs[0], last)
         result["merge"] = measuring.merge(task, values, runs)
         result["made"] = {"package": __version__, **circumstances()}
     write_atomically(folder / RESULT, json.dumps(result, indent=1) + "\n")

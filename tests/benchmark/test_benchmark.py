@@ -27,7 +27,6 @@ from powergossip.benchmark import (
     entries,
     entry_runs,
     library,
-    measuring,
     page,
     results,
     tasks,
@@ -284,8 +283,6 @@ def test_a_method_is_tuned_on_held_out_data_and_compared_on_test_data(
         again = entry_runs.learn(task, task.values_of(QUICK), settings[1], 1, True, folder)
         assert again["evaluations"][-1]["worst"] == worst(rows)
     assert len(found["data"]) == 64
-    assert found["state"] == 0
-    assert found["step_seconds"]["10"] > found["step_seconds"]["100"] > 0
     (bits,) = metrics.last_values(metrics.load(folder), "merge_bits")
     assert 8e6 * found["merge"] == pytest.approx(bits)
     assert found_of_all["consensus_random"]["setting"]["optimizer_weight"] == 0.6
@@ -376,9 +373,8 @@ def test_training_that_diverges_before_its_first_evaluation_is_a_result(
         run = entry_runs.learn(task, values, setting, 1, final, tmp_path / str(final))
         assert run["diverged"]
         assert run["evaluations"] == []
+        assert {key: train.config[key] for key in values | setting} == values | setting
         assert score(task, run) == -math.inf
-    costs = measuring.cost(task, values, setting, run, tmp_path / "True")
-    assert costs == {"state": None, "cpu": None, "step_seconds": {}}
 
 
 def test_the_megabytes_of_agreement_are_those_of_the_busiest_worker_step_by_step() -> None:
@@ -516,72 +512,6 @@ def test_consensus_accepts_averaging_rules_only(setting: Values) -> None:
         entry_runs.check(TASKS["consensus_random"], QUICK, setting)
 
 
-@pytest.mark.parametrize(
-    ("setting", "degree", "sent", "kept"),
-    [
-        ({"optimizer": "dpsgd", "learning": "gradient-tracking", "topology": "chain"}, 1.75, 4, 2),
-        ({"optimizer": "dpsgd", "topology": "one-peer-exponential", "local_steps": 2}, 1, 0.5, 0),
-        ({"optimizer": "powersgd"}, 2, None, None),
-    ],
-    ids=str,
-)
-def test_the_cost_of_a_step_is_that_of_the_run(
-    setting: Values,
-    degree: float,
-    sent: float | None,
-    kept: float | None,
-    tiny: None,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Also where a learning rule sends more than the averaging rule.
-
-    Args:
-        degree: Mean number of neighbors.
-        sent: Vectors as long as the model that the busiest worker sends in a step.
-        kept: Those that a worker keeps beside the model.
-    """
-    task = TASKS["text_same"]
-    more: Values = {"local_optimizer": "sgd", "learning_rate": 0.01}
-    schedule = {"lr_schedule": "milestones", "lr_schedule_milestones": [[1, 0.1]]}
-    values = {**task.values_of(QUICK), **more, **schedule}
-    run = entry_runs.learn(task, values, setting, 1, True, tmp_path)
-    assert {key: train.config[key] for key in values | setting} == values | setting
-    bytes_sent: list[float] = []
-    step = measuring.prediction.step
-
-    def noted(*arguments: Any) -> Any:
-        found = step(*arguments)
-        bytes_sent.append(found.sent)
-        return found
-
-    monkeypatch.setattr(measuring.prediction, "step", noted)
-    monkeypatch.setattr(measuring.prediction, "cpu_seconds", lambda *_, **__: (4e-3, 1e-3))
-    found = measuring.cost(task, values, setting, {"seed": 1, **run}, tmp_path)
-    last = run["evaluations"][-1]
-    assert bytes_sent == pytest.approx([1e6 * last["MB"] / last["step"]] * 3, rel=1e-6)
-    model = 4 * measuring.layout_of(task, values).size
-    interval = setting.get("local_steps", 1)
-    assert found["cpu"] == pytest.approx((4e-3 + degree * 1e-3) / interval)
-    if sent is not None and kept is not None:
-        assert bytes_sent[0] == pytest.approx(sent * model)
-        assert found["state"] == kept * model
-
-
-def test_predicted_seconds_are_those_of_the_links_and_of_measured_averaging(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Of D-PSGD on a ring, whose messages of 40 kB are in flight during a gradient of 5 ms."""
-    task = dataclasses.replace(TASKS["consensus_random"], gradient=TASKS["text_same"].gradient)
-    monkeypatch.setattr(measuring.prediction, "cpu_seconds", lambda *_, **__: (4e-3, 1e-3))
-    run = {"seed": 1, "diverged": False, "evaluations": [{"step": 100, "MB": 8.0}]}
-    found = measuring.cost(task, task.values_of(QUICK), {"optimizer": "dpsgd"}, run, Path())
-    busy = 5e-3 + 4e-3 + 2 * 1e-3 + 2 * 130e-6
-    flights = {rate: 1e-3 + 8 * 80e3 / (0.95 * 1e6 * int(rate)) for rate in ("10", "100", "1000")}
-    expected = {rate: busy + max(0.0, flight - 5e-3) for rate, flight in flights.items()}
-    assert found["step_seconds"] == pytest.approx(expected, rel=0.02)
-
-
 def test_low_rank_matrices_have_singular_values_1_over_k_squared() -> None:
     values: Values = {"matrices": "low-rank", "size": 20, "n_workers": 3}
     found = torch.linalg.svdvals(data.matrices(values, 1))
@@ -647,14 +577,11 @@ def test_the_costs_of_a_target_lie_between_two_evaluations() -> None:
     found = line(0.8, 1.0, 0.9)
     assert found.target == 0.8
     assert found.to_target("MB") == pytest.approx([10.0, 8.0, 5 + 5 * 0.35 / 0.45])
-    assert found.seconds_to_target("10") == pytest.approx([40, 32, 2 * (10 + 10 * 0.35 / 0.45)])
     assert line(0.7).to_target("MB") == [math.inf]
-    merged = line(0.8, merge=0.5)  # MB, at 10 Mbit/s
+    merged = line(0.8, merge=0.5)
     assert (merged.megabytes, merged.to_target("MB")) == ([10.5], [10.5])
-    assert merged.seconds_to_target("10") == pytest.approx([40.4])
     assert line(1.8).to_target("MB") == [5.0]  # at the first evaluation
-    late = dataclasses.replace(line(1.0), task=TASKS["fashion_mnist_late"])
-    assert late.seconds_to_target("10") == pytest.approx([1.6])
+    assert line(1.0).to_target("seconds") == pytest.approx([1.6])
     lost = line(1.0)
     for mean in (0.7, 0.9):  # lost, and reached again
         lost.runs[0]["evaluations"].append({"mean": mean, "MB": 20.0})
@@ -767,13 +694,13 @@ def test_a_target_before_the_first_evaluation_is_an_upper_bound() -> None:
 
 
 def test_units_and_spread_of_a_table() -> None:
-    """Percent, megabytes, milliseconds; deviations with n − 1."""
-    own, other = line(0.8, 0.9, 1.0, state=2e6, cpu=3e-3), line(0.7, 0.7, 0.7, name="b")
+    """Percent and megabytes; deviations with n − 1."""
+    own, other = line(0.8, 0.9, 1.0), line(0.7, 0.7, 0.7, name="b")
     shown = page.table([own, other])
     row = dict(zip(shown[0], shown[1], strict=True))
     assert row["accuracy, %"] == "90.00 ± 10.00"
     assert row["worst worker"] == "20.00 ± 0.00"
-    assert (row["MB sent"], row["state, MB"], row["averaging, CPU ms"]) == ("10", "2", "3")
+    assert row["MB sent"] == "10"
     beside = page.pairs(line(0.8, 0.8, 0.8), [other])
     assert beside[1] == ["b", "70.00 ± 0.00", "10", "+10.00 ± 0.00", "better"]
 
