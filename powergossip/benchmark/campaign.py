@@ -20,7 +20,6 @@ from powergossip.benchmark.tasks import (
 )
 from powergossip.errors import BadInput
 from powergossip.runner.runner import Experiment, Folder, Run
-from powergossip.runs import metrics
 
 PROGRAM = "powergossip.benchmark.entry_runs"
 
@@ -43,7 +42,7 @@ class Campaign:
             lambda _: [self.final(task) for task in self.tasks if self._is_done(task, TUNING)],
         ]
         self.experiment = Experiment(
-            f"{entry.name}, {tier}", stages, lambda *_: "", independent=True, work=self.work
+            f"{entry.name}, {tier}", stages, lambda *_: "", independent=True
         )
 
     def _is_done(self, task: BenchmarkTask, stage: str) -> bool:
@@ -76,14 +75,6 @@ class Campaign:
             "seeds": seeds,
         }
         return Run(PROGRAM, values, {"task": task.name, "stage": stage})
-
-    def work(self, run: Run) -> tuple[int, int]:
-        """The work that is done, and all work, of the trainings of a run."""
-        task, values = TASKS[run.values["task"]], run.values
-        epochs = task.values_of(self.tier).get("num_epochs", 1)
-        parts = [_part(folder, epochs) for folder in self.folder.of(run).glob("*-*")]
-        each = task.work(self.tier)
-        return int(each * sum(parts)), each * len(values["settings"]) * len(values["seeds"])
 
     def _result(self, run: Run) -> dict[str, Any]:
         if self.folder.state(run) != "done":
@@ -119,14 +110,6 @@ class Campaign:
                 **final,
             }
         return found
-
-
-def _part(folder: Path, epochs: float) -> float:
-    """The part of a training that is done: 1 at its end, before by its last row."""
-    if (folder / RESULT).exists():
-        return 1.0
-    rows = folder / metrics.FILE
-    return metrics.last_epoch(rows.read_bytes()) / epochs if rows.exists() else 0.0
 
 
 def score(task: BenchmarkTask, run: Mapping[str, Any]) -> float:

@@ -85,17 +85,6 @@ class BenchmarkTask:
     def values_of(self, tier: str) -> Values:
         return {**self.values, **self.tiers[tier]}
 
-    def work(self, tier: str) -> int:
-        """About the time of a training, in steps of images or of the quick tier's text."""
-        values = self.values_of(tier)
-        if self.is_consensus:
-            return int(values["steps"] // 100)
-        given = values["task_options"]
-        if "images" in given:
-            return int(values["num_epochs"] * given["images"] // 256)
-        of_step = max(1, given["sequence_length"] * given["hidden_size"] // 2048)
-        return int(values["num_epochs"] * values["max_steps_per_epoch"] * of_step)
-
     def accepts(self, key: str) -> bool:
         """True if a setting may have this key."""
         if self.is_consensus:

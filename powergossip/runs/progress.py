@@ -54,10 +54,6 @@ class Progress:
         """Show that this number of steps is done."""
         self.update(steps - self._done)
 
-    def refresh(self) -> None:
-        """Show the time since the last step, in a terminal."""
-        self._bar.refresh()
-
     def update(self, steps: int = 1) -> None:
         """Count further steps."""
         self._done += steps

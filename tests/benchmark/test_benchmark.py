@@ -284,12 +284,6 @@ def test_a_method_is_tuned_on_held_out_data_and_compared_on_test_data(
     assert 8e6 * found["merge"] == pytest.approx(bits)
     assert found_of_all["consensus_random"]["setting"]["optimizer_weight"] == 0.6
 
-    done, total = campaign.work(final)
-    assert done == total > 0
-    (folder / "result.json").unlink()
-    (folder / metrics.FILE).write_text('{"epoch": 1}\n{"epo')  # of 2, of the first of 3 runs
-    assert campaign.work(final) == (total - total // 6, total)
-
     saved = results.save(entry, QUICK, found_of_all, output)
     content = results.read(saved)
     shown = page.text([content], QUICK, None, "mine")
