@@ -34,19 +34,18 @@ class Campaign:
 
     def __init__(self, entry: Entry, method: str, tier: str, names: list[str], output: Path):
         self.entry, self.tier = entry, tier
-        self.tasks = [TASKS[name] for name in names if name in entry.settings]
+        self.tasks = [TASKS[name] for name in names]
         self.folder = Folder(f"{entry.name}-{tier}", output)
         self._method = method
         stages: list[Callable[[Any], list[Run]]] = [
             lambda _: [self.tuning(task) for task in self.tasks],
-            lambda _: [self.final(task) for task in self.tasks if self._is_done(task, TUNING)],
+            lambda _: [self.final(task) for task in self.tasks if self._is_done(self.tuning(task))],
         ]
         self.experiment = Experiment(
             f"{entry.name}, {tier}", stages, lambda *_: "", independent=True
         )
 
-    def _is_done(self, task: BenchmarkTask, stage: str) -> bool:
-        run = self.tuning(task) if stage == TUNING else self.final(task)
+    def _is_done(self, run: Run) -> bool:
         return self.folder.state(run) == "done"
 
     def tuning(self, task: BenchmarkTask) -> Run:
@@ -77,7 +76,7 @@ class Campaign:
         return Run(PROGRAM, values, {"task": task.name, "stage": stage})
 
     def _result(self, run: Run) -> dict[str, Any]:
-        if self.folder.state(run) != "done":
+        if not self._is_done(run):
             raise ValueError(f"{run.labels} is not done")
         file = self.folder.of(run) / RESULT
         try:
@@ -91,7 +90,7 @@ class Campaign:
         """Known facts of each task whose runs are done."""
         found = {}
         for task in self.tasks:
-            if not (self._is_done(task, TUNING) and self._is_done(task, FINAL)):
+            if not (self._is_done(self.tuning(task)) and self._is_done(self.final(task))):
                 continue
             tuned = self._result(self.tuning(task))["runs"]
             final = self._result(self.final(task))

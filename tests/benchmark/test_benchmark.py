@@ -74,10 +74,6 @@ def test_what_an_entry_may_not_have(settings: object, sentence: str, tmp_path: P
     ("code", "sentence"),
     [
         ("raise SystemExit", "ends the program"),
-        ("NAME = 'a/b'", "use 1 to 60 letters"),
-        (f"NAME = {'a' * 61!r}", "use 1 to 60 letters"),
-        ("NAME = 'a.json'", "without a suffix"),
-        ("NAME = 'd-psgd'", 'NAME is "d-psgd", an entry of the library'),
         ("def wrong():\n    return 1 / 0\n\nwrong()", "mine.py, line 2: ZeroDivisionError"),
         ("import sys\nimport nonsense", "mine.py, line 2: ModuleNotFoundError: No module named"),
         ("[", r"mine.py, line 1: SyntaxError: '\[' was never closed \(mine.py, line 1\)"),
@@ -113,25 +109,6 @@ def test_an_option_may_be_called_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(AVERAGING, "named", Named)
     found: Any = algorithms.make("named", ring(torch.device("cpu")), Layout([(2,)]), name="b")
     assert found.name == "b"
-
-
-def test_a_task_that_does_not_accept_the_settings_of_all_is_left_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    own = [{"optimizer": "half"}]
-    entry = entries.find(str(written(tmp_path, own)))
-    tasks = [TASKS["fashion_mnist_late"], TASKS["consensus_random"]]
-    assert [command_line.accepts(entry, task, QUICK) for task in tasks] == [False, True]
-    assert "left out: fashion_mnist_late" in capsys.readouterr().out
-    with pytest.raises(BadInput, match="use dpsgd, power-gossip, choco with a scenario"):
-        command_line.accepts(entry, tasks[0], QUICK, alone=True)
-    entry = entries.find(str(written(tmp_path, {"fashion_mnist_late": own})))
-    with pytest.raises(BadInput, match="use dpsgd, power-gossip, choco with a scenario"):
-        command_line.accepts(entry, tasks[0], QUICK)
-    some = [{"optimizer": "half"}, {"optimizer": "half", "learning_rate": -0.1}]
-    entry = entries.find(str(written(tmp_path, some)))
-    with pytest.raises(BadInput, match=r"learning_rate=-0\.1: use"):
-        command_line.accepts(entry, TASKS["text_same"], QUICK)
 
 
 class OptionalWeight(Half):
@@ -708,21 +685,14 @@ def test_a_figure_has_space_for_many_entries(tmp_path: Path) -> None:
     assert page.draw(lines, tmp_path / "figure.svg")
 
 
-@pytest.mark.parametrize(
-    ("content", "sentence"),
-    [
-        ({"name": 3, "source": "", "tiers": {}}, "is no file of results|NAME is"),
-        ({"name": "x.json", "source": "", "tiers": {}}, "NAME is"),
-    ],
-)
-def test_files_that_are_no_results(
-    content: dict[str, Any], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Commands name them, and `show` and `list` go on without them."""
+def test_files_that_are_no_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Commands name them, and `show` and `list` go on without them. So do they with a copy under
+    another name, which would replace the results of its entry."""
     path = tmp_path / "x.json"
-    path.write_text(json.dumps(content))
-    with pytest.raises(BadInput, match=sentence):
-        results.read(path)
+    for name, sentence in ((3, "is no file of results"), ("d-psgd", "use d-psgd.json as its name")):
+        path.write_text(json.dumps({"name": name, "source": "", "tiers": {}}))
+        with pytest.raises(BadInput, match=sentence):
+            results.read(path)
     for command in ("show", "list"):
         command_line.main([command, "--folder", str(tmp_path)])
         shown = capsys.readouterr()
@@ -847,9 +817,10 @@ def test_a_task_that_fails_leaves_the_others_their_results(
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["rum"], "new, list, run or show"),
+        (["rum"], "choose from '?new'?, '?list'?, '?run'?, '?show"),
         (["new"], "new needs the name of a file"),
-        (["new", "d-psgd.py"], "an entry of the library"),
+        (["new", "d-psgd.py"], "the name of an entry of the library"),
+        (["new", "a b.py"], "use 1 to 60 letters"),
         (["run"], "run needs a file or the name of an entry"),
         (["run", "nobody"], 'method "nobody" is unknown'),
         (["run", "no.py"], "no.py cannot be read"),
