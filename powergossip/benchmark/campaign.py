@@ -20,7 +20,6 @@ from powergossip.benchmark.tasks import (
 )
 from powergossip.errors import BadInput
 from powergossip.runner.runner import Experiment, Folder, Run
-from powergossip.runs import metrics
 
 PROGRAM = "powergossip.benchmark.entry_runs"
 
@@ -35,19 +34,18 @@ class Campaign:
 
     def __init__(self, entry: Entry, method: str, tier: str, names: list[str], output: Path):
         self.entry, self.tier = entry, tier
-        self.tasks = [TASKS[name] for name in names if name in entry.settings]
+        self.tasks = [TASKS[name] for name in names]
         self.folder = Folder(f"{entry.name}-{tier}", output)
         self._method = method
         stages: list[Callable[[Any], list[Run]]] = [
             lambda _: [self.tuning(task) for task in self.tasks],
-            lambda _: [self.final(task) for task in self.tasks if self._is_done(task, TUNING)],
+            lambda _: [self.final(task) for task in self.tasks if self._is_done(self.tuning(task))],
         ]
         self.experiment = Experiment(
-            f"{entry.name}, {tier}", stages, lambda *_: "", independent=True, work=self.work
+            f"{entry.name}, {tier}", stages, lambda *_: "", independent=True
         )
 
-    def _is_done(self, task: BenchmarkTask, stage: str) -> bool:
-        run = self.tuning(task) if stage == TUNING else self.final(task)
+    def _is_done(self, run: Run) -> bool:
         return self.folder.state(run) == "done"
 
     def tuning(self, task: BenchmarkTask) -> Run:
@@ -77,16 +75,8 @@ class Campaign:
         }
         return Run(PROGRAM, values, {"task": task.name, "stage": stage})
 
-    def work(self, run: Run) -> tuple[int, int]:
-        """The work that is done, and all work, of the trainings of a run."""
-        task, values = TASKS[run.values["task"]], run.values
-        epochs = task.values_of(self.tier).get("num_epochs", 1)
-        parts = [_part(folder, epochs) for folder in self.folder.of(run).glob("*-*")]
-        each = task.work(self.tier)
-        return int(each * sum(parts)), each * len(values["settings"]) * len(values["seeds"])
-
     def _result(self, run: Run) -> dict[str, Any]:
-        if self.folder.state(run) != "done":
+        if not self._is_done(run):
             raise ValueError(f"{run.labels} is not done")
         file = self.folder.of(run) / RESULT
         try:
@@ -100,7 +90,7 @@ class Campaign:
         """Known facts of each task whose runs are done."""
         found = {}
         for task in self.tasks:
-            if not (self._is_done(task, TUNING) and self._is_done(task, FINAL)):
+            if not (self._is_done(self.tuning(task)) and self._is_done(self.final(task))):
                 continue
             tuned = self._result(self.tuning(task))["runs"]
             final = self._result(self.final(task))
@@ -119,14 +109,6 @@ class Campaign:
                 **final,
             }
         return found
-
-
-def _part(folder: Path, epochs: float) -> float:
-    """The part of a training that is done: 1 at its end, before by its last row."""
-    if (folder / RESULT).exists():
-        return 1.0
-    rows = folder / metrics.FILE
-    return metrics.last_epoch(rows.read_bytes()) / epochs if rows.exists() else 0.0
 
 
 def score(task: BenchmarkTask, run: Mapping[str, Any]) -> float:

@@ -22,9 +22,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from powergossip import checks, command_line
+from powergossip import command_line
 from powergossip.benchmark.entries import Entry
-from powergossip.benchmark.tasks import QUICK, SEEDS, TASKS, TIERS, TRIES, BenchmarkTask
+from powergossip.benchmark.tasks import QUICK, SEEDS, TASKS, TIERS, TRIES
 from powergossip.errors import BadInput, reason
 from powergossip.formatting import plain
 
@@ -63,31 +63,24 @@ def command() -> None:
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = command_line.parser("powergossip-benchmark", __doc__ or "")
-    parser.add_argument("command", help="new, list, run or show")
+    parser.add_argument("command", choices=COMMANDS, help="new, list, run or show")
     parser.add_argument("method", nargs="?", help="a file NAME.py, or an entry's name")
-    parser.add_argument("--tier", help=f"{', '.join(TIERS)}; by default {QUICK}")
-    parser.add_argument("--task", action="append", help="a task, repeatable; by default all")
+    parser.add_argument("--tier", choices=TIERS, help=f"by default {QUICK}")
+    parser.add_argument(
+        "--task", action="append", choices=TASKS, help="repeatable; by default all tasks"
+    )
     parser.add_argument("--cores", type=int, help="cores for concurrent runs; Slurm: jobs")
-    parser.add_argument("--launcher", help=f"{', '.join(LAUNCHERS)}; by default {LAUNCHERS[0]}")
+    parser.add_argument("--launcher", choices=LAUNCHERS, help=f"by default {LAUNCHERS[0]}")
     parser.add_argument("--folder", type=Path, help=f"folder of runs and results; {OUTPUT}")
     parser.add_argument("--output", type=Path, help="folder of show's page")
-    parser.add_argument("--kind", help=f"{', '.join(KINDS)} of a new file; by default {KINDS[0]}")
+    parser.add_argument("--kind", choices=KINDS, help=f"of a new file; by default {KINDS[0]}")
     options = command_line.parsed(parser, arguments)
-    try:
-        checks.one_of("command", options.command, COMMANDS)
-        given = {k for k, v in vars(options).items() if v is not None} - {"command", "method"}
-        for name in sorted(given - COMMANDS[options.command]):
-            accepted = ", ".join(f"--{n}" for n in sorted(COMMANDS[options.command]))
-            raise BadInput(f"{options.command} has no option --{name}; use {accepted}")
-        checks.one_of("--tier", options.tier or QUICK, TIERS)
-        checks.one_of("--launcher", options.launcher or LAUNCHERS[0], LAUNCHERS)
-        checks.one_of("--kind", options.kind or KINDS[0], KINDS)
-        for name in options.task or ():
-            checks.one_of("--task", name, TASKS)
-        if options.cores is not None:
-            checks.at_least_one("--cores", options.cores)
-    except checks.BadValue as error:
-        raise BadInput(str(error)) from error
+    given = {k for k, v in vars(options).items() if v is not None} - {"command", "method"}
+    for name in sorted(given - COMMANDS[options.command]):
+        accepted = ", ".join(f"--{n}" for n in sorted(COMMANDS[options.command]))
+        raise BadInput(f"{options.command} has no option --{name}; use {accepted}")
+    if options.cores is not None and options.cores < 1:
+        raise BadInput(f"--cores={options.cores}: use a whole number of 1 or more")
     if options.command == "run" and options.method is None:
         raise BadInput(f"{options.command} needs a file or the name of an entry")
     if options.command == "new" and Path(options.method or "").suffix != ".py":
@@ -139,27 +132,16 @@ def _run(options: argparse.Namespace) -> None:
     from powergossip.runner.runner import carry_out
 
     entry = entries.find(options.method)
-    names, method = options.task or list(TASKS), options.method
-    if Path(method).suffix:
-        method = str(Path(method).resolve())
-    alone = len(set(options.task or ())) == 1
-    for name in options.task or ():
-        if name not in entry.settings:
-            lacking = f"{entry.name} has no settings of {name}; use {', '.join(entry.settings)}"
-            if alone:
-                raise BadInput(lacking)
-            print(f"left out: {lacking}")
-    campaign = Campaign(entry, method, options.tier, names, options.folder)
+    method = str(Path(options.method).resolve()) if entry.source else options.method
     own = options.folder / f"{entry.name}.json"
     if own.exists():
         try:
             results.read(own)
         except BadInput as error:
             raise BadInput(f"{error}; move it, so that it is not overwritten") from error
-    campaign.tasks = [task for task in campaign.tasks if accepts(entry, task, options.tier, alone)]
-    if not campaign.tasks:
-        raise BadInput(f"no task accepts the settings of {entry.name}; tried: {', '.join(names)}")
-    most = max(len(entry.settings[task.name]) for task in campaign.tasks)
+    names = accepting(entry, options.task or list(entry.settings), options.tier)
+    campaign = Campaign(entry, method, options.tier, names, options.folder)
+    most = max(len(entry.settings[name]) for name in names)
     if most > TRIES[options.tier]:
         print(f"of up to {most} settings of a task, the first {TRIES[options.tier]} are tried")
     cores = options.cores or (JOBS if options.launcher == "slurm" else os.cpu_count() or 1)
@@ -177,26 +159,29 @@ def _run(options: argparse.Namespace) -> None:
         sys.exit(1)
 
 
-def accepts(entry: Entry, task: BenchmarkTask, tier: str, alone: bool = False) -> bool:
-    """True if a task accepts the settings of an entry. Says so if it accepts no setting.
+def accepting(entry: Entry, names: Sequence[str], tier: str) -> list[str]:
+    """Those of the tasks that accept the settings of an entry. Prints why others do not.
 
-    Raises BadInput if it accepts some of them only, is the only one, or has its own list.
+    Raises BadInput if none does.
     """
     from powergossip.benchmark import entry_runs
 
-    settings = entry.settings[task.name][: TRIES[tier]]
-    rejected = []
-    for setting in settings:
+    kept, rejected = [], []
+    for name in dict.fromkeys(names):
         try:
-            entry_runs.check(task, tier, setting)
+            if name not in entry.settings:
+                tasks = ", ".join(entry.settings)
+                raise BadInput(f"{entry.name} has no settings of {name}; use {tasks}")
+            for setting in entry.settings[name][: TRIES[tier]]:
+                entry_runs.check(TASKS[name], tier, setting)
+            kept.append(name)
         except BadInput as error:
-            rejected.append(error)
-    if not rejected:
-        return True
-    if alone or task.name in entry.demanded or len(rejected) < len(settings):
-        raise rejected[0]
-    print(f"left out: {rejected[0]}")
-    return False
+            rejected.append(str(error))
+    if not kept:
+        raise BadInput(rejected[0])
+    for sentence in rejected:
+        print(f"left out: {sentence}")
+    return kept
 
 
 def _show(options: argparse.Namespace) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import stdev
 from typing import Any
 
-from powergossip.benchmark.tasks import RATES, BenchmarkTask
+from powergossip.benchmark.tasks import BenchmarkTask
 
 LEVEL = 0.95  # of the interval of a difference
 
@@ -55,11 +55,6 @@ class Line:
         return sum(self.megabytes) / len(self.runs) if self.runs else math.inf
 
     @property
-    def processor(self) -> str:
-        """The processor that its seconds were measured on."""
-        return str(self.found["made"].get("processor", "unknown"))
-
-    @property
     def quality(self) -> float:
         """The mean model's measure, larger is better. −∞ if a run diverged."""
         if self.diverged:
@@ -96,15 +91,6 @@ class Line:
                 return float(before[key] + part * (at[key] - before[key]))
             before = at
         return math.inf
-
-    def seconds_to_target(self, rate: str) -> list[float]:
-        """Seconds of each run to the target at a rate of the links: predicted, with a merge, or
-        virtual."""
-        if self.task.is_virtual:
-            return self.to_target("seconds")
-        step_seconds = self.found["step_seconds"].get(rate, math.nan)
-        merge = 8e6 * self.merge / RATES[rate]
-        return [steps * step_seconds + merge for steps in self.to_target("step")]
 
 
 def same_data(task: BenchmarkTask, first: str, second: str) -> bool:

@@ -1,8 +1,8 @@
 """Entries: a name, a file with code, and settings for each task.
 
-A file of a user is a Python module. It registers methods in the registries, and has::
+A file of a user is a Python module, whose name is the entry's. It registers methods in the
+registries, and has::
 
-    NAME      text, by default the name of the file
     SETTINGS  list of settings, mappings of keys of train.py and of optimizer_X for each option X of
               the method; or a mapping from the names of tasks and groups of tasks to such lists
 """
@@ -44,14 +44,11 @@ class Entry:
     Attributes:
         source: Text of the user's file. "" for an entry of the library.
         settings: Settings of each task that the method takes part in, in the order of their trials.
-        demanded: Tasks that have their own list. Other tasks are skipped if they do not accept the
-            settings.
     """
 
     name: str
     source: str
     settings: Mapping[str, Sequence[Values]]
-    demanded: frozenset[str] = frozenset()
 
     @property
     def code(self) -> str:
@@ -99,39 +96,29 @@ def from_source(source: str, path: Path) -> Entry:
     settings = getattr(module, "SETTINGS", None)
     if not settings:
         raise BadInput(f"{path} has no SETTINGS; use a list of settings, or one for each task")
-    return _entry(str(getattr(module, "NAME", None) or path.stem), source, settings)
-
-
-def check_name(name: object) -> None:
-    """Raise BadInput unless this is the name of an entry."""
-    ok = isinstance(name, str) and re.fullmatch(r"[\w-][\w.-]{0,59}", name)
-    if not ok or str(name).endswith((".py", ".json")):
-        raise BadInput(
-            f'NAME is "{name}"; use 1 to 60 letters, digits, "-", "_" and "." without a suffix'
-        )
+    if not re.fullmatch(r"[\w-]{1,60}", path.stem):
+        raise BadInput(f'{path}: use 1 to 60 letters, digits, "-" and "_" as its name')
+    if path.stem in library.ENTRIES:
+        raise BadInput(f"{path} has the name of an entry of the library; use another one")
+    return _entry(path.stem, source, settings)
 
 
 def _entry(name: str, source: str, given: Any) -> Entry:
     """Distribute the settings over the tasks. Raises BadInput."""
-    check_name(name)
-    if source and name in library.ENTRIES:
-        raise BadInput(f'NAME is "{name}", an entry of the library; use another one')
     known = (*TASKS, *GROUPS, ALL)
     by_name = given if isinstance(given, Mapping) else {ALL: given}
     for key in by_name:
         if key not in known:
             raise BadInput(f'SETTINGS has "{key}"; use {", ".join(known)}')
-    found, demanded = {}, set()
+    found = {}
     for task in TASKS.values():
         chosen = next((k for k in (task.name, task.group, ALL) if k in by_name), None)
         settings = _settings(task, by_name[chosen], chosen == ALL) if chosen else []
         if settings:
             found[task.name] = settings
-        if chosen in TASKS:
-            demanded.add(task.name)
     if not found:
         raise BadInput("SETTINGS has no setting of any task")
-    return Entry(name, source, found, frozenset(demanded))
+    return Entry(name, source, found)
 
 
 def _settings(task: BenchmarkTask, given: Any, for_all: bool) -> list[Values]:

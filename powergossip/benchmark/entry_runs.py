@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 import train
 from powergossip import __version__, algorithms
 from powergossip import registry_options as options
-from powergossip.algorithms import aggregation, trials
-from powergossip.algorithms.method import Method, import_rows, parameters
+from powergossip.algorithms import trials
+from powergossip.algorithms.method import Method, import_rows
 from powergossip.atomic_files import write_atomically
 from powergossip.benchmark import data, entries, measuring
 from powergossip.benchmark.tasks import FINAL, OPTION, RESULT, TASKS, BenchmarkTask, Values
@@ -75,8 +75,6 @@ def main(arguments: Sequence[str]) -> None:
     ]
     result: dict[str, Any] = {"runs": runs}
     if final:
-        last = folder / f"0-{seeds[0]}"
-        result |= measuring.cost(task, values, settings[0], runs[0], last)
         result["merge"] = measuring.merge(task, values, runs)
         result["made"] = {"package": __version__, **circumstances()}
     write_atomically(folder / RESULT, json.dumps(result, indent=1) + "\n")
@@ -93,8 +91,7 @@ def check(task: BenchmarkTask, tier: str, setting: Values) -> None:
             options.find(algorithms.AVERAGING, "averaging rule", own["optimizer"])
             trials.try_averaging(own["optimizer"], topology, partial(_averaging, own))
         else:
-            keys = {**values, **registered(setting), **HELD_OUT}
-            config = checked(_configuration(keys), Processes())
+            config = checked(_configuration({**own, **HELD_OUT}), Processes())
             check_method(config, Network(topology, Processes()))
     except (Exception, SystemExit) as error:
         line, text = where(error), str(error).partition("\n")[0]
@@ -112,58 +109,18 @@ def _import(setting: Values) -> None:
 
 def _averaging(own: Values, network: Network, layout: Layout) -> algorithms.Averaging:
     """The averaging rule of a setting, with the seed of the run where it has such an option."""
-    name, given = own["optimizer"], _options(own)
+    name = own["optimizer"]
+    given = {k.removeprefix(OPTION): v for k, v in own.items() if k.startswith(OPTION)}
     shared = {name: own[key] for name, key in shared_keys(name).items() if key in own}
     return Method.of(name, options=shared | given).averaging_rule(network, layout)
 
 
-def _options(setting: Values) -> Values:
-    """The options of the method of a setting, under the method's names.
-
-    Those with keys of train.py have the types of these keys. Raises BadInput for other types.
-    """
-    given = {k: v for k, v in setting.items() if k.startswith(OPTION)}
-    typed = {k: v for k, v in given.items() if k in train.config}
-    found: Any = OmegaConf.to_container(_configuration(typed))
-    return {k.removeprefix(OPTION): found[k] if k in typed else v for k, v in given.items()}
-
-
 def _configuration(keys: Values) -> DictConfig:
-    """The configuration of train.py with these values."""
+    """The configuration of train.py with these values. Options of rows of the user come last."""
     config = configuration.structured(train.Config)
-    for key, value in keys.items():
-        config[key] = value
+    for key in sorted(keys, key=lambda key: key not in config):
+        config[key] = keys[key]
     return config
-
-
-def registered(setting: Values) -> Values:
-    """A setting for train.py. Options that it has no keys for are given to the method's row.
-
-    Raises BadInput for an option that the method does not have.
-    """
-    own = {k: v for k, v in setting.items() if k.startswith(OPTION) and k not in train.config}
-    if not own:
-        return setting
-    kept = {k: v for k, v in setting.items() if k not in own}
-    return {**kept, "optimizer": _with_options(setting, _options(own))}
-
-
-def _with_options(setting: Values, own: Values) -> str:
-    """Add a row of the method of a setting with these options, and return its name."""
-    name = setting["optimizer"]
-    registry = next(
-        (r for r in (algorithms.AVERAGING, aggregation.AGGREGATIONS) if name in r), None
-    )
-    if registry is None:
-        raise BadInput(f'optimizer "{name}" is unknown; register it in the file of the entry')
-    known = parameters(name, _options(setting))
-    try:
-        options.check(name, {k: v for k, v in own.items() if k not in known}, known)
-    except ValueError as error:
-        raise BadInput(str(error)) from error
-    full = f"{name} {json.dumps(own, sort_keys=True)}"
-    registry[full] = partial(registry[name], **own)
-    return full
 
 
 def one(
@@ -185,7 +142,7 @@ def learn(
     task: BenchmarkTask, values: Values, setting: Values, seed: int, final: bool, folder: Path
 ) -> dict[str, Any]:
     """Train. Evaluations are of test data in the end, of held-out training data before."""
-    keys = {**values, **registered(setting), "seed": seed, **QUIET, **({} if final else HELD_OUT)}
+    keys = {**values, **setting, "seed": seed, **QUIET, **({} if final else HELD_OUT)}
     diverged = False
     train.config = _configuration(keys)
     try:

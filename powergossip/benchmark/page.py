@@ -3,7 +3,6 @@
 import html
 import math
 import textwrap
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 from powergossip import formatting
 from powergossip.benchmark import verdict
 from powergossip.benchmark.comparison import Line, lines, pair
-from powergossip.benchmark.tasks import RATES, TASKS, TIERS, BenchmarkTask
+from powergossip.benchmark.tasks import TASKS, TIERS, BenchmarkTask
 from powergossip.runs import figures
 
 Entries = Sequence[Mapping[str, Any]]
@@ -23,7 +22,6 @@ Section = tuple[BenchmarkTask, Sequence[Line], Line | None, Sequence[str]]
 
 NAME = "benchmark"  # of the file
 BREADTH = 10  # characters of a line of a table's header
-OTHER = "*"  # behind seconds of another processor
 ABOUT = (
     "±: after a measure the standard deviation over the seeds, after a difference half of its 95 % "
     "interval. Differences are {} minus the entry."
@@ -44,13 +42,9 @@ def text(
     wrap = partial(textwrap.fill, width=int(min(width, 10**6)), subsequent_indent="    ")
     sections, parts = _sections(entries, tier, tasks, chosen), []
     for task, found, own, others in sections:
-        tables = [table(found, own)] if found else []
-        if own is not None and len(found) > 1:
-            near = [_marked(line, own) for line in (own, *verdict.rivals(own, found))]
-            tables = [pairs(own, found), _costs(tables[0], near)]
-        parts += [wrap(f"{_title(task)}, {tier}")] * bool(tables or others)
-        parts += [formatting.plain(rows, width) for rows in tables]
-        parts += [wrap(note) for note in _notes(found, own, others)]
+        parts.append(wrap(f"{_title(task)}, {tier}"))
+        parts += [formatting.plain(rows, width) for rows in _tables(found, own)]
+        parts += map(wrap, _note(others))
     if not parts:
         return f"there are no results of the tier {tier}; use --tier, or run\n"
     return "\n\n".join([*map(wrap, answer(sections)), *parts]) + "\n"
@@ -92,8 +86,7 @@ def write(
             if draw(found, figure, own):
                 written.append(figure)
                 content.append(f"![{title}: quality by megabytes sent]({figure.name})")
-            tables = [table(found, own), *([pairs(own, found)] if own and len(found) > 1 else [])]
-            content += [*map(_markdown, tables), *_notes(found, own, others)]
+            content += [*map(_markdown, _tables(found, own)), *_note(others)]
             head = f"<details{' open' * (own is not None)}>"
             parts += [f"{head}\n<summary>{html.escape(title)}</summary>", *content, "</details>"]
     page = folder / f"{NAME}.md"
@@ -109,9 +102,17 @@ def _sections(
     for task in _of(tasks):
         found, others = lines(task, tier, entries)
         own = next((line for line in found if line.name == chosen), None)
-        if not chosen or own is not None or chosen in others:
+        if own is not None or chosen in others or (not chosen and (found or others)):
             sections.append((task, found, own, others))
     return sections
+
+
+def _tables(found: Sequence[Line], own: Line | None) -> list[Table]:
+    """The tables of a task: all entries, and `own` beside each of the others."""
+    if not found:
+        return []
+    beside = [pairs(own, found)] if own and len(found) > 1 else []
+    return [table(found, own), *beside]
 
 
 def overview(by_task: Mapping[str, Sequence[Line]]) -> Table:
@@ -136,14 +137,9 @@ def overview(by_task: Mapping[str, Sequence[Line]]) -> Table:
 
 def table(found: Sequence[Line], own: Line | None = None) -> Table:
     """The measures of a task's entries, without empty columns. `own` is marked."""
-    task, usual = found[0].task, _processor(found, own)
+    task = found[0].task
     measure = task.measure
     target = f"{measure.factor * found[0].target:g}"
-
-    def timed(line: Line, text: str) -> str:
-        number = text not in ("", "never")
-        return text + f" {OTHER}" * (number and not task.is_virtual and line.processor != usual)
-
     columns: dict[str, Callable[[Line], str]] = {
         measure.title: lambda line: _seed_spread(line, "mean"),
         "worst worker": lambda line: _seed_spread(line, "worst"),
@@ -152,11 +148,9 @@ def table(found: Sequence[Line], own: Line | None = None) -> Table:
         "MB with a merge": lambda line: _number(line.megabytes),
         f"MB to {target}": lambda line: _bounded(line, line.to_target("MB")),
     }
-    for rate in [""] if task.is_virtual else RATES:
-        header = f"s to {target}, {rate} Mbit/s" if rate else f"virtual s to {target}"
-        columns[header] = partial(lambda rate, line: timed(line, _seconds(rate, line)), rate)
-    columns["state, MB"] = lambda line: _single(line.found.get("state"), 1e-6)
-    columns["averaging, CPU ms"] = lambda line: timed(line, _single(line.found.get("cpu"), 1e3))
+    if task.is_virtual:
+        header = f"virtual s to {target}"
+        columns[header] = lambda line: _bounded(line, line.to_target("seconds"))
     rows = [[_marked(line, own), *(cell(line) for cell in columns.values())] for line in found]
     return formatting.without_empty_columns([["entry", *columns], *rows])
 
@@ -180,34 +174,14 @@ def pairs(own: Line, found: Sequence[Line]) -> Table:
     return rows
 
 
-def _costs(rows: Table, names: Sequence[str]) -> Table:
-    """The lines of some entries, without the columns that `pairs` has too."""
-    too = (rows[0][1], "better · noise · worse", "MB with a merge")
-    kept = [i for i, header in enumerate(rows[0]) if header not in too]
-    return [[row[i] for i in kept] for row in rows if row[0] in ("entry", *names)]
-
-
 def _marked(line: Line, own: Line | None) -> str:
     return f"{line.name} ←" if line is own else line.name
 
 
-def _processor(found: Sequence[Line], own: Line | None) -> str:
-    """The processor of `own`, or the usual one."""
-    ((usual, _),) = Counter(line.processor for line in found).most_common(1)
-    return own.processor if own else usual
-
-
-def _notes(found: Sequence[Line], own: Line | None, others: Sequence[str]) -> list[str]:
-    """Notes on entries that the tables of a task leave out or compare with care."""
-    notes = []
-    if found and not found[0].task.is_virtual:
-        usual = _processor(found, own)
-        away = {line.processor for line in found} - {usual}
-        text = f"{OTHER}: seconds of another processor ({', '.join(sorted(away))}) than {usual}."
-        notes += [text] if away else []
-    if others:
-        notes.append(f"Not compared, with other data or another version: {', '.join(others)}.")
-    return notes
+def _note(others: Sequence[str]) -> list[str]:
+    """A note on the entries that the tables of a task leave out, if there are any."""
+    text = f"Not compared, with other data or another version: {', '.join(others)}."
+    return [text] if others else []
 
 
 def draw(found: Sequence[Line], path: Path, own: Line | None = None) -> bool:
@@ -257,18 +231,10 @@ def _number(values: Sequence[float]) -> str:
     return "never" if math.isinf(mean) else formatting.short(mean)
 
 
-def _seconds(rate: str, line: Line) -> str:
-    return _bounded(line, line.seconds_to_target(rate))
-
-
 def _bounded(line: Line, values: Sequence[float]) -> str:
     """The mean, as an upper bound where it is one."""
     text = _number(values)
     return f"≤ {text}" if line.is_bound and text not in ("", "never") else text
-
-
-def _single(value: float | None, factor: float) -> str:
-    return "" if value is None else _number([factor * value])
 
 
 def _markdown(rows: Table) -> str:

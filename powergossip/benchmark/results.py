@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from powergossip.atomic_files import write_atomically
-from powergossip.benchmark import entries
 from powergossip.benchmark.entries import Entry
 from powergossip.benchmark.tasks import TASKS
 from powergossip.errors import BadInput
@@ -58,7 +57,9 @@ def read(path: Path) -> dict[str, Any]:
         ok = False
     if not ok:
         raise BadInput(f"{path} is no file of results; `run` writes them")
-    entries.check_name(found["name"])
+    if found["name"] != path.stem:
+        name = found["name"]
+        raise BadInput(f"{path} has results of {name}; use {name}.json as its name")
     return dict(found)
 
 
@@ -74,9 +75,6 @@ def read_all(folders: list[Path], warn: Callable[[str], None] = print) -> list[d
         for path in sorted(folder.glob("*.json")):
             try:
                 content = read(path)
-                if content["name"] != path.stem:
-                    name = content["name"]
-                    raise BadInput(f"{path} has results of {name}; use {name}.json as its name")
             except BadInput as error:
                 warn(f"left out: {error}")
                 continue

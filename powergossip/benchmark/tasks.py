@@ -15,9 +15,6 @@ TIERS = (QUICK, FULL)
 TUNING_SEED, SEEDS = 11, (1, 2, 3)
 RESULT, TUNING, FINAL = "result.json", "tuning", "final"  # file and stages of runs
 TRIES: Mapping[str, int] = {QUICK: 4, FULL: 8}  # settings that an entry may try
-RATES: Mapping[str, float] = {"10": 10e6, "100": 100e6, "1000": 1000e6}  # Mbit/s → bit/s
-# Of predicted times, beside the measured CPU time of averaging.
-LATENCY, PER_MESSAGE, PER_BYTE = 1e-3, 130e-6, 0.8e-9  # seconds
 
 # Keys of train.py that a setting may have: the method, the graph and the local optimizer.
 TUNABLE = {
@@ -62,10 +59,9 @@ class BenchmarkTask:
     Attributes:
         group: Name under which the settings of several tasks may be given.
         targets: Value of the measure, by tier, whose first occurrence gives the megabytes and
-            seconds to a target.
+            virtual seconds to a target.
         values: Keys of train.py; for consensus n_workers, matrices, size and steps.
         tiers: Further ones by tier.
-        gradient: CPU seconds of a gradient, of predicted times.
     """
 
     name: str
@@ -76,7 +72,6 @@ class BenchmarkTask:
     targets: Mapping[str, float]
     values: Values
     tiers: Mapping[str, Values]
-    gradient: float = 0.0
 
     @property
     def is_consensus(self) -> bool:
@@ -89,17 +84,6 @@ class BenchmarkTask:
 
     def values_of(self, tier: str) -> Values:
         return {**self.values, **self.tiers[tier]}
-
-    def work(self, tier: str) -> int:
-        """About the time of a training, in steps of images or of the quick tier's text."""
-        values = self.values_of(tier)
-        if self.is_consensus:
-            return int(values["steps"] // 100)
-        given = values["task_options"]
-        if "images" in given:
-            return int(values["num_epochs"] * given["images"] // 256)
-        of_step = max(1, given["sequence_length"] * given["hidden_size"] // 2048)
-        return int(values["num_epochs"] * values["max_steps_per_epoch"] * of_step)
 
     def accepts(self, key: str) -> bool:
         """True if a setting may have this key."""
@@ -156,7 +140,6 @@ def _images(name: str, title: str, targets: tuple[float, float], **more: Any) ->
             QUICK: {"task_options": {"images": 10_000, "test_images": 1_000}},
             FULL: {"task_options": {"images": 60_000, "test_images": 10_000}},
         },
-        gradient=5e-3,
     )
 
 
@@ -189,7 +172,6 @@ def _text(name: str, title: str, **more: Any) -> BenchmarkTask:
             QUICK: {"max_steps_per_epoch": 40, "task_options": _gpt(32, 2, 2, 64, 8192)},
             FULL: {"max_steps_per_epoch": 120, "task_options": _gpt(64, 3, 4, 128, 32768)},
         },
-        gradient=5e-3,
     )
 
 

@@ -33,7 +33,6 @@ from powergossip.errors import BadInput
 from powergossip.runner.jobs import Job, Launcher, last_output
 from powergossip.runner.launchers import LAUNCHERS, STOP
 from powergossip.runs import metrics
-from powergossip.runs.progress import Progress
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -128,15 +127,12 @@ class Experiment:
         report: Function that writes figures into a folder and returns Markdown, which refers to
             them by name.
         independent: True if a stage has runs although others of the previous stage have failed.
-        work: Function that returns the work of a run that is done, and all its work, in any unit.
-            A bar shows the work of a stage, with the rest of time.
     """
 
     title: str
     stages: Sequence[Callable[[Results], list[Run]]]
     report: Callable[[Results, Path], str]
     independent: bool = False
-    work: Callable[[Run], tuple[int, int]] | None = None
 
 
 def sentence_case(text: str) -> str:
@@ -230,27 +226,18 @@ def carry_out(
         print(f"stage {number} of {len(experiment.stages)}: {len(left)} of {len(runs)} runs")
         if launcher != "mpirun" or any(run.processes > 1 for run in left):
             start.check()
-        ended = _Ended(len(left), estimates=experiment.work is None)
-        done, total = _work(experiment, left)
+        ended = _Ended(len(left))
         wanted = [1 if launcher == "slurm" else run.cores(cores) for run in left]
-        with (
-            _terminable(),
-            Progress(total, done, shown=total > 0) as bar,
-            ThreadPoolExecutor(cores) as pool,
-        ):
+        with _terminable(), ThreadPoolExecutor(cores) as pool:
 
             def one(run: Run, ended: "_Ended" = ended) -> bool:
                 ok = carry_out_one(run, folder.of(run), start)
                 ended.print(run, folder)
                 return ok
 
-            def show(left: Sequence[Run] = left, bar: Progress = bar) -> None:
-                bar.advance_to(_work(experiment, left)[0])
-                bar.refresh()
-
             try:
                 calls = [partial(one, run) for run in left]
-                outcome = in_turn(pool, calls, wanted, cores, meanwhile=show)
+                outcome = in_turn(pool, calls, wanted, cores)
             except KeyboardInterrupt:
                 print("stopping; run again to resume", file=sys.stderr, flush=True)
                 pool.shutdown(wait=False, cancel_futures=True)
@@ -262,22 +249,10 @@ def carry_out(
     return failed
 
 
-def _work(experiment: Experiment, runs: Sequence[Run]) -> tuple[int, int]:
-    """The work of runs that is done, and all of it. 0 if it is not counted."""
-    each = [experiment.work(run) if experiment.work else (0, 0) for run in runs]
-    return sum(done for done, _ in each), sum(total for _, total in each)
-
-
 def in_turn(
-    pool: Executor,
-    calls: Sequence[Callable[[], bool]],
-    wanted: Sequence[int],
-    cores: int,
-    meanwhile: Callable[[], object] = lambda: None,
+    pool: Executor, calls: Sequence[Callable[[], bool]], wanted: Sequence[int], cores: int
 ) -> list[bool]:
     """The results of calls that hold `wanted` cores each. Raises the first exception.
-
-    `meanwhile` is called twice a second or more often.
 
     This thread begins all of them, so that none begins after a signal. It wakes up all the time: a
     signal that arrives immediately before it starts to wait would be noticed only when the wait is
@@ -292,7 +267,6 @@ def in_turn(
         for future in wait(held, timeout=0.5, return_when=FIRST_COMPLETED).done:
             future.result()
             del held[future]
-        meanwhile()
     return [future.result() for future in futures]
 
 
@@ -372,8 +346,8 @@ def _processor() -> str:
 class _Ended:
     """A line for each run that has ended, with an estimate of the remaining time."""
 
-    def __init__(self, number: int, estimates: bool):
-        self._number, self._ended, self._estimates = number, 0, estimates
+    def __init__(self, number: int):
+        self._number, self._ended = number, 0
         self._start = time.perf_counter()
         self._lock = threading.Lock()
 
@@ -383,15 +357,15 @@ class _Ended:
             elapsed = time.perf_counter() - self._start
             left = elapsed / self._ended * (self._number - self._ended) / 60
             state, log = folder.state(run), folder.of(run) / "log.txt"
-            estimate = f"; about {left:.0f} min left for the others"
             outcome = {
                 "done": "done",
                 "failed": f"FAILED, see {log}{_last_line(log)}",
                 "begun": "stopped",
             }[state]
-            remain = self._estimates and self._ended < self._number and state != "begun"
-            more = estimate if remain else ""
-            Progress.write(f"  {self._ended}/{self._number}  {_name(run)}: {outcome}{more}")
+            remain = self._ended < self._number and state != "begun"
+            more = f"; about {left:.0f} min left for the others" if remain else ""
+            line = f"  {self._ended}/{self._number}  {_name(run)}: {outcome}{more}"
+            print(line, flush=True)
 
 
 def _last_line(log: Path) -> str:

@@ -4,13 +4,12 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from tqdm import tqdm
 
 INTERVAL = 30.0  # seconds between the lines in a log file
 _LAUNCHERS = ("mpiexec", "mpirun", "orterun", "prterun")
-_bars: list["tqdm[Any]"] = []  # that are shown
 
 
 class Progress:
@@ -38,7 +37,6 @@ class Progress:
             mininterval=0.5,
             smoothing=0,
         )
-        _bars.append(self._bar)
         self._start = self._last_line = time.monotonic()
 
     def __enter__(self) -> "Progress":
@@ -46,17 +44,12 @@ class Progress:
 
     def __exit__(self, *_: object) -> None:
         self._bar.close()
-        _bars.remove(self._bar)
         if self._terminal is not None and self._terminal is not sys.stderr:
             self._terminal.close()
 
     def advance_to(self, steps: int) -> None:
         """Show that this number of steps is done."""
         self.update(steps - self._done)
-
-    def refresh(self) -> None:
-        """Show the time since the last step, in a terminal."""
-        self._bar.refresh()
 
     def update(self, steps: int = 1) -> None:
         """Count further steps."""
@@ -81,11 +74,9 @@ class Progress:
         tokens = f"{rate:,.0f} tokens/s" if rate > 0 else ""
         return ", ".join(filter(None, [tokens, self._note]))
 
-    @staticmethod
-    def write(line: str) -> None:
+    def write(self, line: str) -> None:
         """Print a line to the standard output, above the bar, which the next step shows again."""
-        for bar in list(_bars):
-            bar.clear()
+        self._bar.clear()
         print(line, flush=True)
 
 

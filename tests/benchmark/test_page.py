@@ -85,15 +85,6 @@ def test_a_text_fits_the_width(width: int) -> None:
         assert len(re.findall("^ +power-gossip-exact-diffusion( ←)? ", shown, re.M)) > 1
 
 
-def test_seconds_of_another_processor_are_marked() -> None:
-    """One that is not that of the entry, or without one not the usual one."""
-    lines = [
-        line(0.5, name=name, cpu=1e-3, made={"processor": name[0]}) for name in ("a", "a2", "b")
-    ]
-    for own, marked in ((None, ["1", "1", "1 *"]), (lines[2], ["1 *", "1 *", "1"])):
-        assert [row[-1] for row in page.table(lines, own)[1:]] == marked
-
-
 def test_a_page_has_what_was_asked_for(tmp_path: Path) -> None:
     """The tasks of the entry, in the tier, with the comparison."""
     entries = [entry_of(name, result(0.5)) for name in ("a", "b")]

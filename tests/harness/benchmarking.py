@@ -57,8 +57,6 @@ def result(
         "data": data,
         "setting": {},
         "tried": [],
-        "step_seconds": {"10": 2.0},
-        "made": {},
         "runs": [
             {
                 "seed": seed,
