@@ -323,8 +323,10 @@ SLOW = """
 import os, pathlib, signal, sys, time, train
 from powergossip.network import processes
 from powergossip.runs import configuration
+from powergossip.training import trainer
 from powergossip.training.execution import Together
 gradient, how = Together.gradient, sys.argv.pop(1)
+trainer.PATIENCE = 1.0 if how == "stall" else trainer.PATIENCE
 
 def slow(run, epoch, step):
     rank = run.view.processes.rank
