@@ -25,7 +25,7 @@ from torch import Tensor
 from benchmarks.shapes import MODELS
 from benchmarks.timing import BEFORE_THEY_AGREE, in_turns, report
 from powergossip import algorithms, checks, topologies
-from powergossip.network import Network, Requests, choose_device, processes
+from powergossip.network import Network, choose_device, processes
 from powergossip.parameters import Layout
 from powergossip.runs import configuration
 
@@ -114,27 +114,27 @@ def _lower_bound(network: Network, x: Tensor, algorithm: str, bits: int) -> Call
     comm, channel = network.processes, network.connection.channel
     if channel is None:
         return lambda: _touch(x)
-    if algorithm == "all-reduce":
-        library = channel.all_reduce(torch.zeros(x.shape[1]))
-        return lambda: _exchange(library, x)
     neighbors = {
         worker // network.hosted
         for i in network.workers
         for worker, _ in network.topology.round(0).sources(i)
-    } - {comm.rank}
+    }
+    if algorithm == "all-reduce":
+        neighbors = set(range(comm.size))
+    neighbors.discard(comm.rank)
     size = math.ceil(bits / 8 / max(1, len(neighbors)))
     incoming, outgoing = (
         [(process, torch.full((size,), value, dtype=torch.uint8)) for process in sorted(neighbors)]
         for value in (0, 1)
     )
     messages = channel.requests(incoming, outgoing)
-    return lambda: _exchange(messages, x)
 
+    def exchange() -> None:
+        messages.start()
+        messages.wait()
+        _touch(x)
 
-def _exchange(requests: Requests, x: Tensor) -> None:
-    requests.start()
-    requests.wait()
-    _touch(x)
+    return exchange
 
 
 def _touch(x: Tensor) -> None:

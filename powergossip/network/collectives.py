@@ -140,19 +140,17 @@ class Reduction(Transport):
     part. A part is summed in one process, in an order that does not depend on timing, so the result
     is the same to the bit in all processes, every time, with any transport.
 
-    MPI's own non-blocking all-reduce is unsuitable. It sends other bytes than are counted (Open
-    MPI's, in place: all elements up and down a tree, which takes several times as long on slow
-    links), and it ends the process for tensors on a GPU (github.com/open-mpi/ompi/issues/9845).
+    The libraries' own all-reduces are unsuitable. Their order of summation is theirs. MPI's
+    non-blocking one sends other bytes than are counted (Open MPI's, in place: all elements up and
+    down a tree, which takes several times as long on slow links), and it ends the process for
+    tensors on a GPU (github.com/open-mpi/ompi/issues/9845).
 
     Args:
-        native: True if the library's own all-reduce replaces the sum between processes.
         tensor: [copy · worker, ...], with the hosted workers of each copy.
         out: Memory [copy, ...] of the mean, or None for new.
     """
 
-    def __init__(
-        self, connection: Connection, tensor: Tensor, out: Tensor | None, copies: int, native: bool
-    ):
+    def __init__(self, connection: Connection, tensor: Tensor, out: Tensor | None, copies: int):
         rows, comm = tensor.shape[0], connection.processes
         hosted = rows // copies
         n = hosted * comm.size
@@ -162,7 +160,7 @@ class Reduction(Transport):
         bits, messages = all_reduce_cost(n, size)
         self.bits = np.full(rows, bits, dtype=np.int64)
         self.messages = np.full(rows, messages, dtype=np.int64)
-        self._connection, self._n_workers, self._hosted = connection, n, hosted
+        self._connection, self._hosted = connection, hosted
         self._tag = 0 if connection.stream_ordered else comm.new_tag()
         self._collective: _Collective | None = None
         by_copy = tensor.unflatten(0, (copies, hosted))
@@ -175,16 +173,13 @@ class Reduction(Transport):
         # The sums over the hosted workers. A single worker's message is sent from its own memory.
         in_place = hosted == 1 and tensor.is_contiguous() and not connection.stage
         self._local: list[_Mean] = []
-        if not in_place or native or channel is None:
+        if not in_place or channel is None:
             n_local = n if channel is None else 1
             self._local = [
                 _Mean(rows, total, n_local)
                 for rows, total in zip(by_copy, self._total, strict=True)
             ]
         if channel is None:
-            return
-        if native:
-            self._steps = [channel.all_reduce(self._shared)]
             return
         outgoing = (self._shared if self._local else tensor).view(-1).tensor_split(comm.size)
         incoming = self._shared.view(-1).tensor_split(comm.size)
@@ -211,11 +206,10 @@ class Reduction(Transport):
 
     def _in_steps(self) -> Steps:
         yield self._steps[0]
-        if len(self._steps) > 1:
-            self._part_mean.compute()
-            if self._connection.waits_for_kernels and not self._connection.stage:
-                torch.cuda.current_stream().synchronize()
-            yield self._steps[1]
+        self._part_mean.compute()
+        if self._connection.waits_for_kernels and not self._connection.stage:
+            torch.cuda.current_stream().synchronize()
+        yield self._steps[1]
 
     def has_arrived(self) -> bool:
         return self._collective is None or self._collective.is_done()
@@ -225,8 +219,6 @@ class Reduction(Transport):
             self._collective.wait()
             if self._shared is not self._total:
                 self._total.copy_(self._shared, non_blocking=True)
-            if len(self._steps) == 1:
-                self._total.div_(self._n_workers)
         mean = self._total
         return mean if len(mean) == 1 else mean.repeat_interleave(self._hosted, dim=0)
 

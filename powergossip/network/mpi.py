@@ -164,9 +164,6 @@ class MPIChannel:
             self._wait_all,
         )
 
-    def all_reduce(self, tensor: Tensor) -> Requests:
-        return _AllReduce(self._communicator, tensor)
-
 
 # Memory for, or from, other processes: (rank, buffer).
 _Buffers = list[tuple[int, Any]]
@@ -260,35 +257,6 @@ def _free(requests: list[Any]) -> None:
 
     for request in () if MPI.Is_finalized() else requests:
         request.Free()
-
-
-class _AllReduce:
-    """MPI's own all-reduce.
-
-    The blocking one: Open MPI's non-blocking one, in place, sends all elements up and down a tree,
-    and ends the process for tensors on a GPU (github.com/open-mpi/ompi/issues/9845).
-    """
-
-    def __init__(self, communicator: Any, tensor: Tensor):
-        from mpi4py import MPI
-
-        if tensor.dtype == torch.bfloat16:
-            raise ValueError('all_reduce=native: MPI has no bfloat16, use "own"')
-        datatype = MPI.Datatype.fromcode(torch.zeros(0, dtype=tensor.dtype).numpy().dtype.char)
-        self._communicator = communicator
-        self._messages = [[part, datatype] for part in _memory(tensor)]
-
-    def start(self) -> None:
-        from mpi4py import MPI
-
-        for message in self._messages:
-            self._communicator.Allreduce(MPI.IN_PLACE, message)
-
-    def test(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        pass
 
 
 def _memory(rows: Tensor) -> list[Any]:

@@ -52,8 +52,6 @@ class Network:
             of each copy.
         measure: Context of a phase, such as a clock. `measure("communication")` wraps posting and
             waiting for messages, `measure("update")` local updates in learning rules.
-        all_reduce: Sum of `Mean`: "own", whose bits do not depend on the transport, or "native",
-            the library's own. Both count the lower bound of an all-reduce.
         dtype: Precision of x, float32 or float64. In double precision, elements that are sent
             uncompressed have 64 bits, and there are no compiled loops. Codecs work in single
             precision.
@@ -84,19 +82,16 @@ class Network:
         stage: bool | None = None,
         copies: int = 1,
         measure: Callable[[str], AbstractContextManager[Any]] | None = None,
-        all_reduce: str = "own",
         dtype: torch.dtype = torch.float32,
         losses: Losses | None = None,
         connection: Connection | None = None,
     ):
-        checks.one_of("all_reduce", all_reduce, ("own", "native"))
         if connection is None:
             where = device or torch.device("cpu")
             connection = Connection(processes or launch.processes(), where, stage)
         self.connection = connection
         self.dtype = dtype
         self._losses = losses
-        self.all_reduce = all_reduce
         self.topology = topology
         self.symmetric = topology.symmetric
         self.n_workers = topology.n_workers
@@ -135,7 +130,6 @@ class Network:
             self.topology,
             copies=self.copies,
             measure=self.measure,
-            all_reduce=self.all_reduce,
             dtype=dtype,
             losses=self._losses,
             connection=self.connection,
@@ -347,8 +341,7 @@ class Network:
             raise ValueError(
                 f"Mean of a tensor {tuple(tensor.shape)}: use one of shape ({self.rows}, ...)"
             )
-        native = self.all_reduce == "native"
-        return Reduction(self.connection, tensor, out, self.copies, native)
+        return Reduction(self.connection, tensor, out, self.copies)
 
 
 def hosted_workers(n_workers: int, n_processes: int) -> int:

@@ -84,10 +84,6 @@ class Channel(Protocol):
     ) -> Requests:
         """Requests for these tensors, which are contiguous. `once`: they are started only once."""
 
-    def all_reduce(self, tensor: Tensor) -> Requests:
-        """Requests that replace a tensor by its sum over the processes, by the library's own
-        all-reduce. The order of summation is the library's."""
-
 
 class Processes:
     """The processes of a run: here, this process alone. See `processes()` for processes of a

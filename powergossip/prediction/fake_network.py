@@ -49,9 +49,6 @@ class Noise:
     ) -> Requests:
         return _Arrival(self, [tensor for _, tensor in incoming])
 
-    def all_reduce(self, tensor: Tensor) -> Requests:
-        return _Arrival(self, [tensor])
-
     def fill(self, tensor: Tensor) -> None:
         if not tensor.is_floating_point():
             tensor.zero_()

@@ -156,7 +156,6 @@ class RunKeys:
     ticket_options: dict[str, Any] = field(default_factory=dict)  # of this machine: {port: UDP
     #   port}, and of the first one {addresses: [IP:PORT]} behind a router, {relay: URL} of your
     #   own, or {relay: n0}
-    all_reduce: str = "own"  # own: the same bits with any backend, native: the library's
 
 
 _METHODS = method_keys.methods()

@@ -176,7 +176,6 @@ def _check_values(c: Settings, given: Mapping[str, Any]) -> None:
         _check_batched(c)
     checks.one_of("cuda_aware", c.cuda_aware, ("auto", "on", "off"))
     checks.one_of("distributed_backend", c.distributed_backend, BACKENDS)
-    checks.one_of("all_reduce", c.all_reduce, ("own", "native"))
     checks.one_of("checkpoint", c.checkpoint, ("last", "best"))
     if c.checkpoint != "last" and not (c.evaluate_only or c.resume):
         raise ValueError(

@@ -138,7 +138,6 @@ def make_network(c: Settings, processes: Processes, measure: Clock) -> Network:
         device,
         stage,
         measure=measure,
-        all_reduce=c.all_reduce,
         losses=losses,
     )
 

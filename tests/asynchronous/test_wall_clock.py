@@ -123,7 +123,7 @@ def test_a_run_goes_on_without_lost_processes(method, gossip, ends, tmp_path):
     values = {**METHODS[method], "gossip": gossip, "num_epochs": 4}
     values |= {"use_decentralized_data": True, "data_of_lost": "redistributed"}
     events = [at_step(0, 5, ends[0]), at_step(2, 9, ends[1])]
-    events.append(at_step(3, 12, "SIGSTOP", seconds=4))
+    events.append(at_step(3, 12, "SIGSTOP", seconds=2))
     rows = failing(events, tmp_path / "run", code=LOST, **values)
     assert sorted(row["process"] for row in rows) == [1, 3]
     counts = number_of_workers(tmp_path / "run")
@@ -138,8 +138,8 @@ def test_slow_processes_are_not_lost_and_a_kill_leaves_whole_checkpoints(tmp_pat
     """Processes are slow where data are loaded, and where a checkpoint is written."""
     folder = tmp_path / "run"
     events = [
-        {"process": 2, "point": "load", "signal": "SLOW", "seconds": 2},
-        {"process": 3, "point": "save", "count": 1, "signal": "SLOW", "seconds": 2},
+        {"process": 2, "point": "load", "signal": "SLOW", "seconds": 1},
+        {"process": 3, "point": "save", "count": 1, "signal": "SLOW", "seconds": 1},
         {"process": 0, "point": "save", "count": 2, "signal": "SIGKILL"},
     ]
     values: dict[str, Any] = {"num_epochs": 3, "checkpoint_interval": 1, "worker_timeout": 0.3}

@@ -6,10 +6,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 from mpi4py import MPI
 
-from powergossip.network.internet import meeting, tickets
+from powergossip.network.internet import meeting, node, tickets
 from powergossip.network.internet.meeting import Meeting
 from powergossip.network.internet.processes import InternetProcesses
 from powergossip.network.internet.tickets import Record, Ticket
+
+# A machine of the same host has the end of a connection at once, or has ended.
+node.CLOSING = 0.2
 
 
 def prepare(rank: int, keys: list[bytes], secret: bytes) -> tuple[Ticket, Record]:

@@ -75,8 +75,7 @@ def test_the_repair_of_the_binding_is_still_needed() -> None:
 
 
 def test_agreements_and_messages_are_those_of_other_transports(machines: Any) -> None:
-    """Gathered values are equal, messages of several tags arrive in their order, and an all-reduce
-    adds by rank."""
+    """Gathered values are equal, and messages of several tags arrive in their order."""
 
     def run(processes: InternetProcesses) -> Any:
         rank, size = processes.rank, processes.size
@@ -106,19 +105,15 @@ def test_agreements_and_messages_are_those_of_other_transports(machines: Any) ->
             for request in reversed(requests):
                 request.wait()
             came += [int(tensor.unique()) - 10 * step - left for tensor in received]
-        total = torch.full((3,), float(rank))
-        reduce = channel.all_reduce(total)
-        reduce.start()
-        reduce.wait()
-        return values, rows.tolist(), own.tolist(), biggest().tolist(), came, total.tolist()
+        return values, rows.tolist(), own.tolist(), biggest().tolist(), came
 
     found = everywhere(machines(3), run)
-    for values, rows, own, biggest, came, total in found:
+    for values, rows, own, biggest, came in found:
         assert [rank for rank, *_ in values] == [0, 1, 2]
         assert values[2][1] == {"a": None, 2: [1.5, float("inf")]}
         assert values[2][2].tolist() == [0, 1]
         assert rows == [[[r] * 3] * 2 for r in range(3)]
-        assert (own, biggest, came, total) == ([0] * 5, [2, 0], [0, 7] * 3, [3.0] * 3)
+        assert (own, biggest, came) == ([0] * 5, [2, 0], [0, 7] * 3)
 
 
 def test_packets_have_all_messages_and_little_more(machines: Any) -> None:
@@ -372,12 +367,12 @@ def test_two_machines_train_stop_and_resume(tmp_path: Path) -> None:
         wait_until(lambda: any(tmp_path.glob("state0/*/*.json")))
         return json.loads(next(iter(files)).read_text())
 
-    settings = "task_architecture=MLP", "num_epochs=1", "log_verbosity=0"
+    settings = "task_architecture=MLP", "num_epochs=1", "max_steps_per_epoch=4", "log_verbosity=0"
     run("new", "--workers", "2", *settings, others=lambda: str(record()["ticket"]))
     name = next(tmp_path.glob("state0/*/*.json")).stem
     run(name, "resume=true", "num_epochs=2", others=lambda: name)
     rows = [metrics.load(tmp_path / f"run{number}") for number in (0, 1)]
-    expected = trained(n_workers=2, num_epochs=2)[1]
+    expected = trained(n_workers=2, num_epochs=2, max_steps_per_epoch=4)[1]
     wanted = "name", "value", "epoch"
     kept = expected[expected["name"] == "accuracy"].reset_index(drop=True)
     for found in rows:
@@ -431,9 +426,12 @@ def test_one_process_of_a_machine_takes_part(
     tickets.hold("run-a")
     tickets.hold("run-a")
     joining = "from powergossip.network.internet import meeting as m; m.ask('run-a', m.Options())"
-    assert "another process" in python("-c", joining).stderr
     other = "from powergossip.network.internet import tickets; tickets.hold('run-b')"
-    assert python("-c", other).returncode == 0
+    program = tmp_path / "program.py"
+    program.write_text(joining)
+    assert "another process" in python(program).stderr
+    program.write_text(other)
+    assert python(program).returncode == 0
 
 
 @pytest.mark.parametrize(
@@ -702,7 +700,7 @@ def test_messages_that_nobody_takes_stay_with_the_sender(
     first, second = everywhere(machines(2), lambda own: wire.InternetWire(own, 20))
     for k in range(40):
         first.send(1, DATA, k=k, payload=np.zeros(2**20, np.uint8))
-    time.sleep(1.5)
+    time.sleep(0.5)
     assert first.pending > 0
     arrived: list[int] = []
 

@@ -43,7 +43,8 @@ T = TypeVar("T")
 
 PROTOCOL = b"powergossip"
 PATIENCE = 30.0  # seconds, for a connection
-_HANDSHAKE = 10.0  # seconds
+HANDSHAKE = 10.0  # seconds
+CLOSING = 2.0  # seconds, until the others have the end of a connection
 _AT_ONCE, _OF_ONE = 32, 4  # handshakes, and those with callers at one address
 _MOST = 2**16  # bytes of a caller before its proof
 _TRY = 3.0  # seconds, for one of several attempts
@@ -159,14 +160,14 @@ class Node:
     def is_closed(self) -> bool:
         return not self._thread.is_alive()
 
-    def close(self, text: str = "it has ended", seconds: float = 2.0) -> None:
+    def close(self, text: str = "it has ended") -> None:
         """Close all connections, and tell the others why. The thread ends."""
 
         async def close() -> None:
             for link in self.links.values():
                 link.close(ENDED, text)
             with suppress(TimeoutError):
-                await asyncio.wait_for(self.endpoint.close(), seconds)
+                await asyncio.wait_for(self.endpoint.close(), CLOSING)
             tasks = asyncio.all_tasks() - {asyncio.current_task()}
             for task in tasks:  # the library must not call Python when that has ended
                 task.cancel()
@@ -175,9 +176,9 @@ class Node:
         if self.is_closed:
             return
         with suppress(Exception):
-            self.wait(close(), seconds + _HANDSHAKE)
+            self.wait(close(), CLOSING + HANDSHAKE)
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(seconds)
+        self._thread.join(CLOSING)
         self.links.clear()  # what iroh has made must go before its module, at the end of Python
         self.endpoint = None
         atexit.unregister(self.close)
@@ -359,7 +360,7 @@ class Node:
         connection = watch = None
         self._callers.append(network)
         try:
-            async with asyncio.timeout(_HANDSHAKE):
+            async with asyncio.timeout(HANDSHAKE):
                 if not await incoming.remote_addr_validated():
                     await incoming.retry()
                     return
@@ -409,7 +410,7 @@ class Node:
         """Answer a member that calls after it has left, and wait until it is ready."""
         assert self.back is not None
         try:
-            async with asyncio.timeout(_HANDSHAKE):
+            async with asyncio.timeout(HANDSHAKE):
                 link = await self._choose(key, connection, stream, returns=True)
             if link is not None and await self.admitted(link, AWAY if self.is_away else RUNNING):
                 self.back[key] = link

@@ -272,30 +272,17 @@ class InternetChannel:
             processes, others, lambda: processes.node.start(processes.exchange(tag, *both))
         )
 
-    def all_reduce(self, tensor: Tensor) -> Requests:
-        """The sum over the processes, by process 0."""
-        octets = tensor.detach().view(-1).view(torch.uint8).numpy()
-
-        def add(gathered: np.ndarray) -> None:
-            terms = torch.from_numpy(gathered).view(tensor.dtype)
-            torch.sum(terms.view(-1, *tensor.shape), 0, out=tensor)
-
-        processes = self._processes
-        return _Work(processes, None, lambda: processes.start_gathering(octets), add)
-
 
 class _Work:
-    """Work with other processes, or all, that is begun again for each step, and ended."""
+    """Messages with other processes, which are begun again for each step."""
 
     def __init__(
         self,
         processes: InternetProcesses,
-        others: Iterable[int] | None,
+        others: Iterable[int],
         begin: Callable[[], "Future[Any]"],
-        end: Callable[[Any], None] = lambda found: None,
     ):
-        self._processes, self._others = processes, others
-        self._begin, self._end = begin, end
+        self._processes, self._others, self._begin = processes, others, begin
 
     def start(self) -> None:
         self._work = self._begin()
@@ -304,4 +291,4 @@ class _Work:
         return self._work.done()
 
     def wait(self) -> None:
-        self._end(self._processes.wait(self._work, self._others))
+        self._processes.wait(self._work, self._others)

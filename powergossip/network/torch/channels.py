@@ -18,7 +18,7 @@ tests need no GPU:
 
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -80,9 +80,6 @@ class GlooChannel:
     ) -> Requests:
         return GlooMessages(self._gloo, incoming, outgoing, tag)
 
-    def all_reduce(self, tensor: Tensor) -> Requests:
-        return _AllReduce(self._gloo, lambda: self._gloo.group.allreduce([tensor]))
-
 
 class NCCLChannel:
     """Messages by NCCL, between processes that have a GPU each.
@@ -104,12 +101,6 @@ class NCCLChannel:
         self, incoming: Pieces, outgoing: Pieces, tag: int = 0, once: bool = False
     ) -> Requests:
         return _NCCLBatch(self._gloo, self._group, incoming, outgoing)
-
-    def all_reduce(self, tensor: Tensor) -> Requests:
-        def start() -> Any:
-            return dist.all_reduce(tensor, group=self._group, async_op=True)
-
-        return _AllReduce(self._gloo, start)
 
 
 class GlooMessages:
@@ -180,25 +171,6 @@ class _NCCLBatch:
 
     def wait(self) -> None:
         wait_for(self._works)
-
-
-class _AllReduce:
-    """The library's own all-reduce."""
-
-    def __init__(self, gloo: "GlooGroup", start: Callable[[], Any]):
-        self._gloo, self._start = gloo, start
-        self._batch = Octets([], [])
-
-    def start(self) -> None:
-        self._gloo.started(self._batch, 0)
-        self._work = self._start()
-
-    def test(self) -> bool:
-        return self._work.is_completed()
-
-    def wait(self) -> None:
-        with self._gloo.waiting():
-            wait_for([self._work])
 
 
 def wait_for(works: Sequence[dist.Work]) -> None:
