@@ -77,7 +77,7 @@ def log_runtime(label: str, mean: float, std: float, instances: int) -> None:
 
 
 def main(arguments: list[str] | None = None) -> Path:
-    """Train with `config`, changed by `arguments`: key=value, --config, --output-dir, --suffix.
+    """Train with `config`, changed by `arguments`: key=value, --config, --output-dir.
 
     The arguments apply to this run only: `config` and `output_dir` stay as they are.
 

@@ -2,11 +2,10 @@
 
 Command lines::
 
-    python train.py --config FILE.yaml --output-dir DIR --suffix TEXT key=value key.sub=value
+    python train.py --config FILE.yaml --output-dir DIR key=value key.sub=value
     python train.py --config cifar10_resnet20/power-gossip          a preset by its name
 
-`--config` may be repeated. Files come first, in their order, then key=value: later ones win. The
-suffix is appended to the output folder's name, given or dated.
+`--config` may be repeated. Files come first, in their order, then key=value: later ones win.
 """
 
 import argparse
@@ -37,7 +36,7 @@ from omegaconf.errors import OmegaConfBaseException
 from powergossip import __version__, command_line, errors, exits, launcher, presets, reading
 from powergossip.errors import BadInput
 from powergossip.runs import metrics
-from powergossip.runs.files import CHECKPOINTS, CONFIG_FILE, DATED, INDEX
+from powergossip.runs.files import CHECKPOINTS, CONFIG_FILE, INDEX
 from powergossip.runs.key_help import Help, defaults_of, every_key, schema, shown_value
 
 if TYPE_CHECKING:
@@ -59,7 +58,7 @@ class CommandLine(NamedTuple):
     """The result of `read_command_line`.
 
     Attributes:
-        output_dir: --output-dir with --suffix, or None without either.
+        output_dir: --output-dir, or None.
         explicit: Keys given for this run, on the command line or in a hand-written file, not in a
             saved configuration.
     """
@@ -86,8 +85,6 @@ def read_command_line(
 ) -> CommandLine:
     """Change `config` as specified on the command line. Return the output folder and explicit keys.
 
-    With a suffix but without a folder, the folder is DATED with the suffix, which Output resolves.
-
     Where the configuration has a key `resume` or `evaluate_only` that is true afterwards, keys that
     are not given keep the values of the run in the output folder, from its config.yaml.
 
@@ -96,8 +93,7 @@ def read_command_line(
 
     Raises:
         BadInput: For an unknown key, a value of the wrong type, a file that is missing, empty, not
-            YAML or has a key twice, or a suffix that cannot be part of a name. `config` then stays
-            as it is.
+            YAML or has a key twice. `config` then stays as it is.
     """
     options = _parse(config, [*map(str, arguments)], description, shown)
     assignments = [
@@ -106,7 +102,9 @@ def read_command_line(
     ]
     after = _after(config, assignments)
     resume = any(key in config and after[key] for key in ("resume", "evaluate_only"))
-    folder = _output_dir(options.output_dir, options.suffix, resume)
+    folder = options.output_dir
+    if folder == "":
+        raise BadInput('--output-dir "": use the name of a folder')
     if resume and folder and (Path(folder) / CONFIG_FILE).exists():
         assignments = [*_saved_assignments(config, Path(folder)), *assignments]
         _after(config, assignments)
@@ -316,10 +314,9 @@ def _parse(
         ),
         (
             ("--output-dir",),
-            "folder of the run, by default a new dated one below output/",
+            "folder of the run, with {date} for its date; by default output/{date}",
             {"metavar": "DIR"},
         ),
-        (("--suffix",), "text behind the folder's name", {"default": "", "metavar": "TEXT"}),
         (("-h", "--help"), "show this and exit", {"nargs": "?", "const": "", "metavar": "NAME"}),
     ):
         group.add_argument(*names, help=text, **given)
@@ -341,7 +338,7 @@ def _unknown_option(config: DictConfig, option: str, arguments: Sequence[str]) -
     """The error of an option that does not exist, such as a key with dashes before it."""
     name, equals, value = option.lstrip("-").partition("=")
     name = name.replace("-", "_")
-    hint = "use --config FILE.yaml, --output-dir DIR, --suffix TEXT, key=value"
+    hint = "use --config FILE.yaml, --output-dir DIR, key=value"
     if meant := [name] if name in config else _close(name, map(str, config)):
         after = [*arguments, ""][arguments.index(option) + 1]
         value = value if equals else after if after[:1] != "-" and "=" not in after else ""
@@ -438,19 +435,6 @@ def path_of_driver(folder: Any) -> str | None:
     if folder is None or isinstance(folder, str | PathLike):
         return None if folder is None else str(folder)
     raise BadInput(f"output_dir={folder!r}: use the path of a folder, or None for a new one")
-
-
-def _output_dir(folder: str | None, suffix: str, resume: bool) -> str | None:
-    """The folder's name with the suffix. Raises BadInput."""
-    if folder == "":
-        raise BadInput('--output-dir "": use the name of a folder')
-    if not suffix:
-        return folder
-    if any(character in suffix for character in "/\\\0{}"):
-        raise BadInput(f"--suffix={suffix}: use characters that can be part of a folder's name")
-    if folder is None and resume:
-        raise BadInput("--suffix: use --output-dir to name the run to resume")
-    return f"{DATED if folder is None else folder.rstrip('/')}{suffix}"
 
 
 def changed(values: Mapping[str, Any], kind: type[Any]) -> str:

@@ -3,14 +3,12 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
-    from numpy.typing import NDArray
     from pandas import DataFrame, Series
 from powergossip.runs.metrics import select_rows
 from powergossip.runs.summaries import best_settings, by_setting
@@ -23,12 +21,19 @@ _COLORS = (
 )
 _STYLES = ("-", "--", ":")
 _LABEL = 32  # characters in a line of a vertical label, which fit in the height of a panel
-# Of points with names in the same color: as legible as possible on both backgrounds.
-_OF_NAMES = ("#D55E00", "#0072B2", "#009E73", "#8E5BD0", "#C2559B", "#8A7A00", "#9C5A2D", "#3D8F9E")
+# Of points: as legible as possible on both backgrounds.
+_OF_POINTS = (
+    "#D55E00",
+    "#0072B2",
+    "#009E73",
+    "#8E5BD0",
+    "#C2559B",
+    "#8A7A00",
+    "#9C5A2D",
+    "#3D8F9E",
+)
 _GREY = "#767676"  # of text and axes, with equal contrast to white and to black
 _WIDTH, _HEIGHT = 4.6, 3.1  # inches of a panel, of which a telephone shows 80 %
-_DISTANCES = (5, 12, 20, 30, 42, 56)  # points between a name and its point
-_AROUND = [(1, 0), (-1, 0), *((right, up) for right in (1, -1, 0, 0.5, -0.5) for up in (1, -1))]
 
 
 def figure(rows: "DataFrame", path: Path | str, metric: str = "accuracy", sender: int = 0) -> None:
@@ -163,9 +168,9 @@ def scatter(
     """Draw {label: (x, ys)}: the mean of ys as a point, and a bar from the smallest to the largest.
 
     The horizontal axis is logarithmic, the vertical one with `log_y`. x and y are the labels of the
-    axes. A line connects the front: the points that none beats in y with a smaller x. Names stand
-    beside the points, as far as there is room. The chosen ones, by default the front, have a color,
-    and the first one a bold name. The others are grey.
+    axes. A line connects the front: the points that none beats in y with a smaller x. The chosen
+    ones, by default the front, have a color and a name in the legend, and the first chosen one is
+    larger. The others are grey.
 
     Raises:
         ValueError: If there is nothing to draw.
@@ -175,12 +180,13 @@ def scatter(
     sign = 1 if larger_is_better else -1
     best = front({label: (points[label][0], sign * mean) for label, mean in means.items()})
     colored = [label for label in chosen if label in points] or best
-    colors = dict(zip(colored, _OF_NAMES, strict=False))
+    colors = dict(zip(colored, _OF_POINTS, strict=False))
 
     def draw(axes: "Axes") -> None:
         along = [points[label][0] for label in best], [means[label] for label in best]
         axes.plot(*along, color=_GREY, alpha=0.6, linewidth=1, zorder=1)
-        for label, (at, reached) in points.items():
+        for label in dict.fromkeys((*colors, *points)):
+            at, reached = points[label]
             mean, own = means[label], label in chosen[:1]
             axes.errorbar(
                 at,
@@ -189,6 +195,7 @@ def scatter(
                 color=colors.get(label, _GREY),
                 marker="o",
                 markersize=7 if own else 5 if label in colors else 3.5,
+                label=_name(label) if label in colors else None,
                 linestyle="",
                 elinewidth=1,
                 alpha=1 if label in colors else 0.6,
@@ -199,11 +206,7 @@ def scatter(
             axes.set_yscale("log")
         axes.margins(0.1)
 
-    def name(axes: "Axes") -> None:
-        order = dict.fromkeys((*colors, *best, *points))
-        _name_points(axes, {label: points[label] for label in order}, colors, best, chosen[:1])
-
-    _draw(path, ("", x, y, draw if points else None), then=name)
+    _draw(path, ("", x, y, draw if points else None))
 
 
 def front(points: Mapping[str, tuple[float, float]]) -> list[str]:
@@ -284,15 +287,10 @@ def consensus_figure(rows: "DataFrame", path: Path | str) -> None:
 Panel = tuple[str, str, str, "Callable[[Axes], None] | None"]
 
 
-def _draw(
-    path: Path | str, *panels: Panel, then: "Callable[[Axes], None]" = lambda _: None
-) -> None:
+def _draw(path: Path | str, *panels: Panel) -> None:
     """Draw panels one above the other, with a legend below, and write the file.
 
     The background is transparent, for light and dark pages.
-
-    Args:
-        then: Adds to each panel, when sizes and limits are final.
     """
     from textwrap import fill
 
@@ -337,89 +335,7 @@ def _draw(
             figure.legend(lines, names, loc="outside lower center", ncols=beside, frameon=False)
             rows = math.ceil(len(names) / beside)
             figure.set_figheight(figure.get_figheight() + 0.19 * rows)
-        figure.draw_without_rendering()
-        figure.set_layout_engine("none")
-        for axes in all_axes:
-            then(axes)
         figure.savefig(path, dpi=200, transparent=True)
-
-
-def _name_points(
-    axes: "Axes",
-    points: Mapping[str, tuple[float, Sequence[float]]],
-    colors: Mapping[str, str],
-    line: Sequence[str],
-    bold: Sequence[str],
-) -> None:
-    """Write names beside points, in this order, where they cover no point, bar or other name, and
-    as little as possible of the line through some points.
-
-    A name with a color may stand far from its point. Others without a place are left out.
-    """
-    from textwrap import fill
-
-    import numpy as np
-
-    pixels = axes.figure.dpi / 72
-    names = list(points)
-    means = [(x, sum(ys) / len(ys)) for x, ys in points.values()]
-    ends = [(x, end(ys)) for end in (min, max) for x, ys in points.values()]
-    at = axes.transData.transform(means)
-    # Corners [box, lower or upper, x or y] of what names should not cover.
-    markers = np.stack([at - 3 * pixels, at + 3 * pixels], 1)
-    bars = axes.transData.transform(ends).reshape(2, -1, 2).swapaxes(0, 1)
-    steps = np.linspace(0, 1, 25)[:, None]
-    through = [at[names.index(label)] for label in line]
-    ways = [np.zeros((0, 2)), *(a + steps * (b - a) for a, b in pairwise(through))]
-    drawn = np.concatenate(ways)[:, None].repeat(2, 1)
-    placed: dict[str, tuple[Any, ...]] = {}  # corners, offset, distance
-    styles: dict[str, dict[str, Any]] = {
-        label: {
-            "text": fill(_name(label), 28, break_on_hyphens=False),
-            "color": colors.get(label, _GREY),
-            "size": 8,
-            "weight": "bold" if label in bold else "normal",
-        }
-        for label in names
-    }
-    for label in (*colors, *names):  # colored ones again, when the others have a place
-        point = at[names.index(label)]
-        measured = axes.annotate(xy=means[names.index(label)], **styles[label])
-        size = np.array(measured.get_window_extent().size)
-        measured.remove()
-        far = np.repeat(_DISTANCES[: None if label in colors else 2], len(_AROUND))
-        offsets = np.resize(_AROUND, (len(far), 2)) * (far[:, None] * pixels + size / 2)
-        boxes = point + offsets[:, None] + np.stack([-size, size]) / 2
-        taken = np.array([*markers, *(box for of, (box, *_) in placed.items() if of != label)])
-        outside = (boxes[:, 0] < axes.bbox.min).any(1) | (boxes[:, 1] > axes.bbox.max).any(1)
-        hidden = _overlap(boxes, taken).sum(1) + 100 * outside  # cut off is worse than covered
-        leaders = (point + steps * offsets[:, None]).reshape(-1, 1, 2).repeat(2, 1)
-        crossed = _overlap(leaders, np.delete(taken, names.index(label), 0))
-        crossed = crossed.reshape(len(far), len(steps), -1).any(1).sum(1)
-        covered = 3 * _overlap(boxes, drawn).sum(1) + 30 * _overlap(boxes, bars).sum(1)
-        cost = 100 * hidden + 40 * crossed + covered + far
-        best = cost.argmin()
-        if cost[best] < 100 or label in colors:
-            placed[label] = boxes[best], offsets[best] / pixels, far[best]
-    for label, (_, offset, distance) in placed.items():
-        arrow = {"arrowstyle": "-", "color": styles[label]["color"], "lw": 0.6, "shrinkA": 0}
-        axes.annotate(
-            xy=means[names.index(label)],
-            xytext=offset,
-            textcoords="offset points",
-            ha="center",
-            va="center",
-            arrowprops=arrow if distance > _DISTANCES[0] else None,
-            **styles[label],
-        )
-
-
-def _overlap(boxes: "NDArray[Any]", others: "NDArray[Any]") -> "NDArray[Any]":
-    """True where boxes share points, [box, other], from corners [box, lower or upper, x or y]."""
-    import numpy as np
-
-    below, above = boxes[:, None, 0] <= others[:, 1], boxes[:, None, 1] >= others[:, 0]
-    return np.all(below & above, -1)
 
 
 def _label_decades(axis: "Axis") -> None:

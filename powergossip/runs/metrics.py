@@ -112,14 +112,6 @@ class MetricsLog:
             os.fsync(self._file.fileno())
         return self.offset
 
-    def unlinked_rows(self) -> bytes | None:
-        """Return all rows if the file was removed or replaced, as editors do, and None else."""
-        opened = os.fstat(self._file.fileno())
-        if self.path.exists() and os.path.samestat(self.path.stat(), opened):
-            return None
-        self._file.seek(0)
-        return self._file.read()
-
     def close(self) -> None:
         self._file.close()
 

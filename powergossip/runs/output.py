@@ -144,12 +144,7 @@ class Output:
         self.rows = metrics.MetricsLog(self.folder / metrics.FILE)
 
     def offset(self) -> int:
-        """The bytes of metrics.jsonl, which are on the disk. A removed file is written again."""
-        rows = self.rows.unlinked_rows()
-        if rows is not None:
-            self._drafts.replace(metrics.FILE, rows, sync=True)
-            self.rows.close()
-            self.rows = metrics.MetricsLog(self.folder / metrics.FILE)
+        """The bytes of metrics.jsonl, which are on the disk."""
         return self.rows.synced_offset()
 
     def write(self, name: str, values: Mapping[str, float], tags: Mapping[str, Any]) -> None:

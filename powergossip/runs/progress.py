@@ -1,15 +1,11 @@
 """The progress of a run: a bar on a terminal, in a log file a line now and then."""
 
-import os
 import sys
 import time
-from pathlib import Path
-from typing import TextIO
 
 from tqdm import tqdm
 
 INTERVAL = 30.0  # seconds between the lines in a log file
-_LAUNCHERS = ("mpiexec", "mpirun", "orterun", "prterun")
 
 
 class Progress:
@@ -26,13 +22,12 @@ class Progress:
         self._total, self._done = total, initial
         self._initial, self._tokens = initial, tokens
         self._note = ""
-        self._terminal = terminal() if shown else None
-        self._lines = shown and self._terminal is None
+        on_terminal = shown and sys.stderr.isatty()
+        self._lines = shown and not on_terminal
         self._bar = tqdm(
             total=total,
             initial=initial,
-            file=self._terminal,
-            disable=self._terminal is None,
+            disable=not on_terminal,
             unit="step",
             mininterval=0.5,
             smoothing=0,
@@ -44,8 +39,6 @@ class Progress:
 
     def __exit__(self, *_: object) -> None:
         self._bar.close()
-        if self._terminal is not None and self._terminal is not sys.stderr:
-            self._terminal.close()
 
     def advance_to(self, steps: int) -> None:
         """Show that this number of steps is done."""
@@ -78,18 +71,3 @@ class Progress:
         """Print a line to the standard output, above the bar, which the next step shows again."""
         self._bar.clear()
         print(line, flush=True)
-
-
-def terminal() -> TextIO | None:
-    """The terminal of the standard error: its own, or mpirun's, which forwards it line by line."""
-    if sys.stderr.isatty():
-        return sys.stderr
-    parent = Path("/proc") / str(os.getppid())
-    try:
-        if (parent / "comm").read_text().strip() in _LAUNCHERS:
-            path = (parent / "fd" / "2").readlink()
-            if str(path).startswith(("/dev/pts/", "/dev/tty")):
-                return path.open("w")
-    except OSError:  # not Linux, or no right to write
-        pass
-    return None

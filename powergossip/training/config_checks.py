@@ -264,8 +264,6 @@ def _check_method(c: Settings, explicit: Collection[str]) -> None:
 def _check_events(c: Settings, processes: Processes) -> None:
     """Resolve the keys of exchanges by edges. Raises ValueError for others that do not fit."""
     checks.one_of("data_of_lost", c.data_of_lost, DATA_OF_LOST)
-    accepted = "continue or end (replaced processes were removed)"
-    checks.check("on_worker_loss", c.on_worker_loss, c.on_worker_loss != "replace", accepted)
     checks.one_of("on_worker_loss", c.on_worker_loss, ON_WORKER_LOSS)
     checks.positive("worker_timeout", c.worker_timeout)
     continues = c.survives

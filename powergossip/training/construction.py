@@ -26,13 +26,11 @@ class Built:
 
     Attributes:
         metric: Main metric of a task that has its own, or None.
-        hint: Sentence for the start of the run.
     """
 
     run: Computation
     execution: Execution
     metric: dict[str, Any] | None
-    hint: str
     transport: str
 
 
@@ -55,7 +53,7 @@ def build(c: Settings, processes: Processes, task: tasks.Task | None) -> Built:
     clock, several = Clock(), processes.size > 1
     with processes.agreed():
         network = make_network(c, processes, clock)
-        hint = check_method(c, network)
+        check_method(c, network)
     if several:
         of_start = {"the versions of the package": configuration.version()}
         of_start |= {"the graphs": network.topology.fingerprint}
@@ -106,7 +104,7 @@ def build(c: Settings, processes: Processes, task: tasks.Task | None) -> Built:
         )
         execution = _make_execution(run, links)
     metric = main and {"name": main.name, "larger_is_better": main.larger_is_better}
-    return Built(run, execution, metric, hint, found)
+    return Built(run, execution, metric, found)
 
 
 def _make_execution(run: Computation, links: Any) -> Execution:

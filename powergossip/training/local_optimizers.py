@@ -60,7 +60,7 @@ def _muon(x: Rows, parameters: Parameters, c: Settings, momentum: float) -> torc
         partial(_adamw, parameters=parameters, c=c, momentum=momentum),
         momentum=c.muon_momentum,
         nesterov=c.nesterov,
-        polar=partial(muon.newton_schulz, steps=c.muon_steps),
+        steps=c.muon_steps,
         dtype=muon.PRECISIONS[c.muon_precision],
         scale=muon.SCALES[c.muon_scale],
         rate=c.muon_rate,

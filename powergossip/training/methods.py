@@ -14,7 +14,6 @@ from powergossip.parameters import Layout, Parameters
 from powergossip.topologies import Topology
 from powergossip.training.config import Settings
 from powergossip.training.config_checks import (
-    data_differ,
     errors_name_keys,
     errors_name_learning_options,
     hook_options,
@@ -43,13 +42,12 @@ def _make_aggregation(c: Settings, network: Network, layout: Layout) -> aggregat
         return c.method.aggregation(network, layout)
 
 
-def check_method(c: Settings, network: Network) -> str:
+def check_method(c: Settings, network: Network) -> None:
     """Raise ValueError for bad options of the method, before data are loaded.
 
-    Gives `overlapping` its default, which depends on the averaging rule. Returns a sentence for the
-    start of the run, or nothing.
+    Gives `overlapping` its default, which depends on the averaging rule.
     """
-    hint, overlapping = "", False
+    overlapping = False
     is_own = trials.are_needed(c.optimizer, c.options)
     compressor = c.options.get("compressor")
     name = f"optimizer={c.optimizer}" + (f" with compressor={compressor}" if compressor else "")
@@ -66,7 +64,6 @@ def check_method(c: Settings, network: Network) -> str:
         overlapping = learning.overlapping(c.learning, averaging)
         if c.overlapping is not None:
             learning.check_overlapping(c.learning, c.overlapping, c.optimizer, averaging)
-        hint = _hint(c, network, averaging)
         if is_own:
             trials.try_averaging(name, network.topology, partial(make_averaging, c))
     elif c.optimizer in aggregation.AGGREGATIONS:
@@ -89,22 +86,6 @@ def check_method(c: Settings, network: Network) -> str:
     if own_rule and c.optimizer in algorithms.AVERAGING:
         learner = partial(make_method, c, steps_per_epoch=1)
         trials.try_learning(f"learning={c.learning}", network.topology, c.local_steps, learner)
-    return hint
-
-
-def _hint(c: Settings, network: Network, averaging: algorithms.Averaging) -> str:
-    """A sentence on learning rules, or nothing where they do not apply."""
-    averages_fully = isinstance(averaging, algorithms.ExactMean)
-    has_one = not learning.LEARNING[c.learning].stateless
-    if has_one or averages_fully or not data_differ(c):
-        return ""
-    rules = learning.accepting(network, c.optimizer, averaging, c.local_optimizer)
-    if not rules:
-        return ""
-    return (
-        f"learning rules for data that differ between workers: learning={', '.join(rules)} "
-        "(docs/different-data.md)"
-    )
 
 
 def make_method(

@@ -78,9 +78,8 @@ class Muon(torch.optim.Optimizer):
         adamw: Function that makes the optimizer of all other parameters.
         momentum: Momentum μ.
         nesterov: Nesterov's momentum.
-        polar: Function of matrices [matrix, row, column], which it may overwrite, with at most as
-            many rows as columns.
-        dtype: Dtype of these matrices.
+        steps: Steps of the iteration.
+        dtype: Dtype of the iteration.
         scale: Function (rows, columns) → s.
         rate: Learning rate η, in units of AdamW's.
     """
@@ -94,7 +93,7 @@ class Muon(torch.optim.Optimizer):
         *,
         momentum: float,
         nesterov: bool,
-        polar: Callable[[Tensor], Tensor],
+        steps: int,
         dtype: torch.dtype,
         scale: Callable[[int, int], float],
         rate: float,
@@ -106,7 +105,7 @@ class Muon(torch.optim.Optimizer):
         self._adamw = adamw(self._packed)
         super().__init__(rows, {"lr": self._adamw.param_groups[0]["lr"]})
         self._momentum, self._nesterov = momentum, nesterov
-        self._polar, self._dtype, self._scale, self._rate = polar, dtype, scale, rate
+        self._steps, self._dtype, self._scale, self._rate = steps, dtype, scale, rate
         shapes = {index: matrix_shape(layout.shapes[index]) for index in hidden}
         self._groups = [  # the shape of matrices, and their ranges in D
             (shape, layout.spans(index for index in hidden if shapes[index] == shape))
@@ -125,7 +124,7 @@ class Muon(torch.optim.Optimizer):
             stop = start + sum(span.stop - span.start for span in spans)
             directions = [self._direction(row, spans, slice(start, stop)) for row in rows]
             matrices = torch.cat(directions).view(-1, height, width)
-            steps = self._polar_of(matrices).view(len(rows), -1).split(1)
+            steps = self._polar(matrices).view(len(rows), -1).split(1)
             scale = rate * self._rate * self._scale(height, width)
             for row, step in zip(rows, steps, strict=True):
                 _add(row, step, spans, -scale)
@@ -150,14 +149,14 @@ class Muon(torch.optim.Optimizer):
         m = state["momentum_buffer"][:, part].lerp_(g, 1 - self._momentum)
         return g.lerp_(m, self._momentum) if self._nesterov else m
 
-    def _polar_of(self, matrices: Tensor) -> Tensor:
+    def _polar(self, matrices: Tensor) -> Tensor:
         """polar(M) of matrices M [matrix, row, column], in the same shape and dtype."""
         tall = matrices.shape[1] > matrices.shape[2]
         wide = matrices.mT if tall else matrices
         count, height, width = wide.shape
         x = wide.new_zeros(count, -(-height // _ROWS) * _ROWS, width, dtype=self._dtype)
         x[:, :height] = wide
-        polar = self._polar(x)[:, :height].to(matrices.dtype)
+        polar = newton_schulz(x, self._steps)[:, :height].to(matrices.dtype)
         return (polar.mT if tall else polar).contiguous()
 
 

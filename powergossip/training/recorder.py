@@ -153,7 +153,7 @@ class Recorder:
 
 
 def _print_start(trainer: Trainer, resumed: Path | None) -> None:
-    """Print the settings that are not defaults, and a hint or the state of a resumed run."""
+    """Print the settings that are not defaults, and the state of a resumed run."""
     settings = trainer.config
     if trainer.is_complete:
         print(
@@ -166,8 +166,6 @@ def _print_start(trainer: Trainer, resumed: Path | None) -> None:
             print(f"resumed after step {trainer.step} of {trainer.total_steps}")
             if trainer.workers_before != settings.n_workers:
                 print(resizing.sentence(trainer.workers_before, settings.n_workers))
-        elif trainer.hint:
-            print(trainer.hint)
 
 
 def report(folder: Path, verbosity: int, metric: str, time_is_virtual: bool, sender: int) -> None:

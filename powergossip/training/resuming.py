@@ -217,8 +217,6 @@ def check_same_run(
     free = (*FREE_TO_CHANGE, *(OF_EVALUATION if config.evaluate_only else ()))
     if _is_elastic(saved, config, linked):
         free = (*free, *OF_WORKERS)
-    if saved.get("on_worker_loss") == "replace" and config.survives:  # of an earlier version
-        free = (*free, "on_worker_loss")
     differing = [
         f"{key}={now.get(key)} (was {saved.get(key)})"
         for key in sorted({*now, *saved})

@@ -52,7 +52,7 @@ class Trainer:
     ):
         self.config, self._hooks = config, hooks or Hooks()
         built = self._built = construction.build(config, processes, task)
-        run, self.execution, self.hint = built.run, built.execution, built.hint
+        run, self.execution = built.run, built.execution
         self.network, self.task, self.parameters = run.network, run.task, run.parameters
         self.clock, self.steps_per_epoch = run.clock, run.steps_per_epoch
         self.rows = self.execution.rows(self._hooks, self.network)

@@ -168,7 +168,6 @@ def test_a_job_that_failed_or_finished_or_has_no_checkpoint_is_not_requeued(
         ({"SLURM_SUBMIT_DIR": "/"}, [], "train.py"),
         ({"SLURM_JOB_ID": ""}, [], "Slurm"),
         ({}, ["--output-dir", "mine"], "--output-dir"),
-        ({}, ["--suffix=.x"], "--suffix=.x"),
         ({"SLURM_SUBMIT_DIR": "SPOOL"}, [], "bash environment/setup.sh"),
     ],
 )

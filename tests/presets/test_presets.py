@@ -354,8 +354,8 @@ def test_consensus_steps_are_as_published() -> None:
 def test_a_consensus_preset_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gossip_run, "config", OmegaConf.structured(gossip_run.Config))
     monkeypatch.setattr(gossip_run, "output_dir", None)
-    small = ["num_steps=20", "matrix_size=10", "log_verbosity=0", "--suffix", ".small"]
+    small = ["num_steps=20", "matrix_size=10", "log_verbosity=0"]
     gossip_run.main([*arguments("consensus", None), *small, "--output-dir", f"{tmp_path}/run"])
-    errors = metrics.load(tmp_path / "run.small")
+    errors = metrics.load(tmp_path / "run")
     of_all = errors[(errors["name"] == "error") & (errors["algorithm"] == "uncompressed")]["value"]
     assert of_all.iloc[-1] < 0.01 * of_all.iloc[0]

@@ -145,9 +145,6 @@ def test_arguments_of_a_run_are_not_those_of_the_next(
         ([], None),
         (["seed=3", "--output-dir", "some/where", "num_epochs=1"], "some/where"),
         (["--output-dir=some/where"], "some/where"),
-        (["--output-dir", "some/where/", "--suffix", ".e500"], "some/where.e500"),
-        (["--suffix=-2", "--output-dir", "some/where"], "some/where-2"),
-        (["--suffix", "", "seed=3"], None),
     ],
 )
 def test_the_output_folder_is_returned(arguments: list[str], folder: str | None) -> None:
@@ -155,21 +152,17 @@ def test_the_output_folder_is_returned(arguments: list[str], folder: str | None)
     assert configuration.read_command_line(config, arguments, "").output_dir == folder
 
 
-def test_a_suffix_is_appended_to_a_dated_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_has_its_date(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     config = OmegaConf.structured(train.Config)
-    wanted = configuration.read_command_line(config, ["--suffix", ".e500"], "").output_dir
-    first, second = (Output(wanted, config) for _ in range(2))
+    first, second, mine = (Output(name, config) for name in (None, None, "results/{date}-mine"))
     assert first.folder != second.folder
     for one in (first, second):
-        assert re.fullmatch(r"output/\d{4}-\d\d-\d\d-\d{6}(-2)?\.e500", str(one.folder))
+        assert re.fullmatch(r"output/\d{4}-\d\d-\d\d-\d{6}(-2)?", str(one.folder))
         assert (one.folder / "config.yaml").exists()
-        one.close()
-    mine = Output("results/{date}-mine", config)
     assert re.fullmatch(r"results/[\d-]+-mine", str(mine.folder))
-    mine.close()
+    for one in (first, second, mine):
+        one.close()
 
 
 @pytest.mark.parametrize("program", [train, gossip_run])
@@ -416,7 +409,7 @@ def test_help_begins_with_the_main_keys_and_answers_a_name(
     first = "\n".join(lines())
     assert len(first.splitlines()) <= 60
     assert re.findall(r"^  (\w+)=", first, re.MULTILINE) == ["key", *MAIN]
-    for option in ("--config FILE.yaml", "--output-dir DIR", "--suffix TEXT", "--help"):
+    for option in ("--config FILE.yaml", "--output-dir DIR", "--help"):
         assert option in first
     preset_names = presets.names()
     assert {name.partition("/")[0] for name in preset_names} <= set(first.split())

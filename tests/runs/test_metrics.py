@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import warnings
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.text import Text
 
 from powergossip.runs import figures, metrics, summaries
 from powergossip.runs.metrics import FILE, MetricsLog
@@ -108,7 +106,6 @@ def test_a_row_that_does_not_fit_on_the_disk_is_an_error(tmp_path: Path) -> None
 
 KILLED = """
 import itertools, sys
-from itertools import combinations
 from pathlib import Path
 from powergossip.runs.metrics import MetricsLog
 log = MetricsLog(Path(sys.argv[1]))
@@ -429,27 +426,21 @@ def test_consensus_without_positive_values_has_a_table_and_a_figure(
             function(rows[:0])
 
 
-@pytest.mark.parametrize("n", [3, 40])
-def test_names_stand_beside_points_and_never_on_each_other(
-    n: int, drawn: list[Figure], tmp_path: Path
+@pytest.mark.parametrize("chosen", [[], ["2", "0"]])
+def test_chosen_points_or_the_front_have_colors_and_names(
+    chosen: list[str], drawn: list[Figure], tmp_path: Path
 ) -> None:
-    """Chosen ones always, in colors of their own, and all if there is room."""
-    random = np.random.default_rng(1)
-    made = {
-        f"a method of number {i}": (10 ** random.uniform(0, 2), random.normal(50, 9, 3).tolist())
-        for i in range(n)
-    }
-    chosen = list(made)[:3]
-    figures.scatter(made, tmp_path / "x.svg", "x", "y", chosen=chosen)
-    drawn[0].draw_without_rendering()
+    points = {"0": (1.0, [3.0]), "1": (2.0, [2.0]), "2": (3.0, [4.0, 6.0]), "3": (9.0, [1.0])}
+    figures.scatter(points, tmp_path / "x.svg", "x", "y", chosen=chosen)
     (axes,) = drawn[0].axes
-    colors = {text.get_text(): text.get_color() for text in axes.texts}
-    grey = {color for name, color in colors.items() if name not in chosen}
-    assert len({colors[name] for name in chosen} - grey) == 3
-    assert n > 3 or list(colors) == chosen
-    boxes = [Text.get_window_extent(text) for text in axes.texts]
-    assert not any(a.overlaps(b) for a, b in combinations(boxes, 2))
-    assert all(axes.bbox.fully_contains(*corner) for box in boxes for corner in box.corners())
+    named = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+    assert list(named) == (chosen or ["0", "2"])
+    colors = {name: line[0].get_color() for name, line in named.items()}
+    assert len({*colors.values()}) == 2
+    line, *of_points = axes.lines  # the front
+    assert (x(line).tolist(), y(line).tolist()) == ([1, 3], [3, 5])
+    grey = [x(point).tolist() for point in of_points if point.get_color() not in colors.values()]
+    assert grey == [[2], [9]]
 
 
 @pytest.mark.parametrize("name", ["_mine", "mass $m_$", "_$x_{$"])

@@ -239,24 +239,6 @@ def test_a_failing_close_does_not_hide_another_exception(
     assert not list(tmp_path.glob(".drafts*"))
 
 
-@pytest.mark.parametrize("replaced", [False, True])
-def test_rows_are_written_again_if_their_file_is_replaced(
-    replaced: bool, tmp_path: Path, config: Any
-) -> None:
-    """By an editor during the run, or removed."""
-    output = Output(str(tmp_path), config)
-    output.write("error", {"value": 1.0}, {})
-    (tmp_path / FILE).unlink()
-    if replaced:
-        (tmp_path / FILE).write_text("mine")
-    output.write("error", {"value": 2.0}, {})
-    assert output.offset() == (tmp_path / FILE).stat().st_size
-    output.write("error", {"value": 3.0}, {})
-    output.close(COMPLETE)
-    rows = [json.loads(line)["value"] for line in (tmp_path / FILE).read_text().splitlines()]
-    assert rows == [1.0, 2.0, 3.0]
-
-
 def test_a_failing_disk_is_no_other_process(
     tmp_path: Path, config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,17 +1,9 @@
 """Progress: a bar on a terminal, in a log file a line now and then."""
 
-import os
-import pty
-import select
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from powergossip.runs import progress
 from powergossip.runs.progress import Progress
-from tests.harness import launch
 
 
 def test_a_log_file_has_a_line_now_and_then(
@@ -50,40 +42,14 @@ def test_a_hidden_progress_shows_nothing(capsys: pytest.CaptureFixture[str]) -> 
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("terminal", [True, False])
-def test_the_terminal_of_mpirun_has_a_bar_and_a_file_has_none(
-    terminal: bool, tmp_path: Path
+def test_a_terminal_has_a_bar_above_which_lines_are_printed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """mpirun forwards lines only: the bar appears while the program waits for that."""
-    (tmp_path / "program.py").write_text(PROGRAM)
-    main, other = pty.openpty()
-    with (
-        launch.one_mpirun_at_a_time(),
-        (tmp_path / "log").open("w") as log,
-        launch.started(
-            ["mpirun", "-np", "1", sys.executable, "program.py"],
-            stdin=subprocess.PIPE,
-            stdout=log,
-            stderr=other if terminal else log,
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(launch.ROOT)},
-        ) as program,
-    ):
-        shown = b""
-        while terminal and b"0/3" not in shown:
-            assert select.select([main], [], [], 60)[0], shown
-            shown += os.read(main, 4096)
-        program.communicate(b"go\n", timeout=60)
-    os.close(other)
-    os.close(main)
-    assert (tmp_path / "log").read_text() == "a line\n"
-
-
-PROGRAM = """
-from powergossip.runs.progress import Progress
-with Progress(3) as bar:
-    bar.update()
-    input()
-    bar.write("a line")
-    bar.update(2)
-"""
+    monkeypatch.setattr(progress.sys.stderr, "isatty", lambda: True, raising=False)
+    with Progress(3) as bar:
+        bar.write("a line")
+        bar.update(3)
+    shown = capsys.readouterr()
+    assert shown.out == "a line\n"
+    assert "0/3" in shown.err
+    assert "3/3" in shown.err

@@ -320,10 +320,6 @@ def test_runs_of_other_versions_are_rejected(tmp_path: Path) -> None:
     for other in ({**saved, "unknown": 1}, {k: v for k, v in saved.items() if k != "drop_last"}):
         with pytest.raises(ValueError, match=r"another version .*(unknown|drop_last)"):
             check_same_run(tmp_path, other, now)
-    now.on_worker_loss = "continue"
-    check_same_run(tmp_path, {**saved, "on_worker_loss": "replace"}, now)
-    with pytest.raises(ValueError, match=r"on_worker_loss=continue .was end"):
-        check_same_run(tmp_path, saved, now)
 
 
 @pytest.mark.parametrize(

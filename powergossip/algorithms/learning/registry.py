@@ -213,22 +213,6 @@ def check_overlapping(
         )
 
 
-def accepting(
-    network: Network, averaging_name: str, averaging: Averaging, local_optimizer: str = "sgd"
-) -> list[str]:
-    """The names of rules for different data that work with an averaging rule on this network."""
-
-    def works(name: str) -> bool:
-        try:
-            rule(name, local_optimizer)
-            check(name, network, averaging_name, averaging)
-        except ValueError:
-            return False
-        return True
-
-    return [name for name, row in LEARNING.items() if not row.stateless and works(name)]
-
-
 def options(name: str, local_optimizer: str = "sgd") -> dict[str, Any]:
     """option → default of a learning rule."""
     return _options.defaults(rule(name, local_optimizer))
