@@ -1,7 +1,7 @@
 """CIFAR-10 and CIFAR-100: 50,000 + 10,000 color images of 32 × 32 pixels, 10 or 100 labels.
 
-The files are from https://www.cs.toronto.edu/~kriz/cifar.html, which describes their formats: the
-"python version" or the "binary version", unpacked.
+The files are from https://www.cs.toronto.edu/~kriz/cifar.html, which describes their format: the
+"python version", unpacked.
 
 References:
     Krizhevsky (2009), "Learning multiple layers of features from tiny images".
@@ -9,7 +9,7 @@ References:
 
 import io
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,20 +35,17 @@ DEFAULTS: Mapping[str, Any] = {
     "lr_schedule_milestones": [[150.0, 0.1], [250.0, 0.1]],
 }
 
-Parse = Callable[[bytes], tuple[np.ndarray, list[int]]]  # content → images, labels
-
 
 @dataclass(frozen=True)
 class Cifar:
-    """CIFAR-10 or CIFAR-100, by the names and formats of its files."""
+    """CIFAR-10 or CIFAR-100, by the names of its files."""
 
     name: str  # prefix of the archives' names
     n_labels: int
     batches: tuple[str, ...]  # files: training batches, then the test batch
-    python_folder: str
-    binary_folder: str
-    labels_key: bytes  # in the python version
-    label_columns: tuple[str, ...]  # on the hub and in binary records; the last one is used
+    folder: str
+    labels_key: bytes  # in a file
+    label_column: str  # on the hub
 
     def task(self, options: TaskOptions) -> Task:
         """Classification of the images, with random crops and flips of the training batches.
@@ -62,34 +59,32 @@ class Cifar:
 
     def load(self, options: TaskOptions) -> tuple[LabeledImages, LabeledImages]:
         """Training and test images, in the order of the files."""
-        hub = data_files.Hub(f"uoft-cs/{self.name.replace('-', '')}", self._binary, self._convert)
-        remedy = f"unpack {self.name}-python.tar.gz from {ADDRESS}"
         source = data_files.DataSource(
-            options.task, (self._python, self._binary), hub, remedy=remedy
+            options.task,
+            self.batches,
+            f"uoft-cs/{self.name.replace('-', '')}",
+            self._convert,
+            folder=self.folder,
+            remedy=f"unpack {self.name}-python.tar.gz from {ADDRESS}",
         )
-        form, paths = data_files.find(source, options.data_dir, options.download)
-        parse = self._pickled if form == self._python else self._records
-        *batches, test = (self._images(parse, path) for path in paths)
+        paths = data_files.find(source, options.data_dir, options.download)
+        *batches, test = map(self._images, paths)
         train = LabeledImages(
             torch.cat([batch.images for batch in batches]),
             torch.cat([batch.labels for batch in batches]),
         )
         return train, test
 
-    @property
-    def _python(self) -> data_files.Form:
-        return data_files.Form(self.batches, self.python_folder)
+    def _images(self, path: Path) -> LabeledImages:
+        """The images and labels of a file, {b"data": uint8 [sample, 3072], labels_key: […], …}.
 
-    @property
-    def _binary(self) -> data_files.Form:
-        return data_files.Form(tuple(f"{batch}.bin" for batch in self.batches), self.binary_folder)
-
-    def _images(self, parse: Parse, path: Path) -> LabeledImages:
-        """The images and labels of a file. Raises ValueError, with its name, if it has others."""
+        Raises ValueError, with its name, if it has others.
+        """
         content = data_files.read(path)
         try:
-            data, found = parse(content)
-            images, labels = torch.from_numpy(data.copy()), torch.tensor(found)
+            batch = _Unpickler(io.BytesIO(content), encoding="bytes").load()
+            images = torch.from_numpy(batch[b"data"].copy())
+            labels = torch.tensor(batch[self.labels_key])
             if not len(labels) or images.shape != (len(labels), N_BYTES):
                 raise ValueError(f"{len(labels)} labels, and images {list(images.shape)}")
             if (images.dtype, labels.dtype) != (torch.uint8, torch.int64):
@@ -101,51 +96,41 @@ class Cifar:
             raise ValueError(f"{path} is damaged, or no file of {self.name}: {reason}") from error
         return LabeledImages(images.view(-1, *SHAPE), labels)
 
-    def _pickled(self, content: bytes) -> tuple[np.ndarray, list[int]]:
-        """{b"data": uint8 [sample, 3072], b"labels" (or b"fine_labels"): [label of sample], …}"""
-        batch = _Unpickler(io.BytesIO(content), encoding="bytes").load()
-        return batch[b"data"], batch[self.labels_key]
-
-    def _records(self, content: bytes) -> tuple[np.ndarray, list[int]]:
-        """Records of a byte for each label and 3072 bytes for the image."""
-        n = len(self.label_columns)
-        records = np.frombuffer(content, dtype=np.uint8).reshape(-1, n + N_BYTES)
-        return records[:, n:], records[:, n - 1].tolist()
-
     def _convert(self, splits: Any) -> Iterator[tuple[str, bytes]]:
-        """Convert the splits of the hub to files of the binary version: (name, content)."""
-        *train, test = self._binary.names
+        """Convert the splits of the hub to files: (name, content)."""
+        *train, test = self.batches
         for split, names in (("train", train), ("test", [test])):
             rows = splits[split]
             bounds = np.arange(len(names) + 1) * len(rows) // len(names)
             for name, first, last in zip(names, bounds, bounds[1:], strict=False):
-                yield name, b"".join(self._record(rows[int(i)]) for i in range(first, last))
+                batch = [rows[int(i)] for i in range(first, last)]
+                images = np.stack([self._image(row) for row in batch])
+                labels = [row[self.label_column] for row in batch]
+                yield name, pickle.dumps({b"data": images, self.labels_key: labels})
 
-    def _record(self, row: Any) -> bytes:
+    def _image(self, row: Any) -> np.ndarray:
+        """The bytes of an image of the hub, channel by channel."""
         image = np.asarray(row["img"], dtype=np.uint8)  # [row, column, channel]
         if image.shape != (32, 32, 3):
             raise ValueError(f"an image on the hub is {image.shape} instead of (32, 32, 3)")
-        labels = bytes(row[column] for column in self.label_columns)
-        return labels + np.ascontiguousarray(image.transpose(2, 0, 1)).tobytes()
+        return image.transpose(2, 0, 1).ravel()
 
 
 CIFAR10 = Cifar(
     name="cifar-10",
     n_labels=10,
     batches=(*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"),
-    python_folder="cifar-10-batches-py",
-    binary_folder="cifar-10-batches-bin",
+    folder="cifar-10-batches-py",
     labels_key=b"labels",
-    label_columns=("label",),
+    label_column="label",
 )
 CIFAR100 = Cifar(
     name="cifar-100",
     n_labels=100,
     batches=("train", "test"),
-    python_folder="cifar-100-python",
-    binary_folder="cifar-100-binary",
+    folder="cifar-100-python",
     labels_key=b"fine_labels",
-    label_columns=("coarse_label", "fine_label"),
+    label_column="fine_label",
 )
 
 

@@ -24,47 +24,36 @@ PATIENCE = 5.0  # seconds: timeout of the hub
 
 
 @dataclass(frozen=True)
-class Form:
-    """A form of a data set: files with these names."""
-
-    names: tuple[str, ...]
-    folder: str = ""  # the folder in the official archive
-    suffix: str = ""  # optional suffix of each file, such as .gz
-
-    def paths(self, place: Path) -> list[Path]:
-        """The paths of the files in a place: in its subfolder `folder`, or directly in `folder`."""
-        inside = place if place.name == self.folder else place / self.folder
-        plain = [inside / name for name in self.names]
-        return [path if path.is_file() else Path(f"{path}{self.suffix}") for path in plain]
-
-    def __str__(self) -> str:
-        return f"the folder {self.folder}" if self.folder else self.listed(self.names)
-
-    def listed(self, names: Iterable[str]) -> str:
-        """Some of its file names, for an error message."""
-        alternative = f" (or the same with {self.suffix})" if self.suffix else ""
-        return ", ".join(names) + alternative
-
-
-@dataclass(frozen=True)
-class Hub:
-    """A dataset on the Hugging Face hub, and its conversion to files of a form."""
-
-    name: str
-    form: Form
-    convert: Callable[[Any], Iterator[tuple[str, bytes]]]  # splits → (name, content) of each file
-    arguments: Mapping[str, str] = field(default_factory=dict)  # of datasets.load_dataset
-
-
-@dataclass(frozen=True)
 class DataSource:
-    """The data of a task: accepted forms and places."""
+    """The files of a task: their names, their places, and a dataset on the Hugging Face hub."""
 
     task: str
-    forms: tuple[Form, ...]  # alternatives, in order of preference
-    hub: Hub
+    names: tuple[str, ...]
+    hub: str  # name of the dataset
+    convert: Callable[[Any], Iterator[tuple[str, bytes]]]  # its splits → (name, content) of files
+    arguments: Mapping[str, str] = field(default_factory=dict)  # of datasets.load_dataset
+    folder: str = ""  # the folder in the official archive
+    suffix: str = ""  # optional suffix of each file, such as .gz
     places: tuple[Path, ...] = ()  # specific to the task
     remedy: str = ""  # advice: how to get the files into these places
+
+    def paths(self, place: Path) -> list[Path]:
+        """The paths of the files in a place: in its subfolder `folder`, or directly in it."""
+        inside = place / self.folder
+        plain = [(inside if inside.is_dir() else place) / name for name in self.names]
+        return [path if path.is_file() else Path(f"{path}{self.suffix}") for path in plain]
+
+    def missing(self, place: Path) -> list[str]:
+        """The missing files of a place."""
+        paths = [path for path in self.paths(place) if not path.is_file()]
+        return [str(path.relative_to(place)).removesuffix(self.suffix) for path in paths]
+
+    def listed(self, names: Sequence[str]) -> str:
+        """Some of its files, for an error message."""
+        if self.folder and len(names) == len(self.names):
+            return f"the folder {self.folder}"
+        alternative = f" (or the same with {self.suffix})" if self.suffix else ""
+        return ", ".join(names) + alternative
 
 
 @dataclass(frozen=True)
@@ -78,28 +67,26 @@ class _Problem:
 # Finding
 
 
-def find(source: DataSource, data_dir: Path | None, download: bool) -> tuple[Form, list[Path]]:
-    """Find the data, or download them: their form and its files.
+def find(source: DataSource, data_dir: Path | None, download: bool) -> list[Path]:
+    """Find the files, or download them.
 
-    Raises ValueError, with the places searched and the remedies, if the data cannot be found.
+    Raises ValueError, with the places searched and the remedies, if they cannot be found.
     """
     if data_dir is not None:
         places = _with_subfolder(data_dir, source.task)
     else:
         places = _with_subfolder(_environment(), source.task)
         places += [*source.places, cache(source.task)]
-    found = _first(source.forms, places)
-    if found is None and data_dir is not None:
-        missing = [files for place in places if (files := _missing(source.forms, place))]
-        accepted = missing[0] if missing else _any_of(source.forms)
-        raise ValueError(f"data_dir={data_dir}: use a folder with {accepted}")
-    if found is None:
-        problem = _fetch(source) if download else _Problem("download is off", "set download=true")
-        found = _first([source.hub.form], [cache(source.task)])
-        if found is None:
-            assert problem is not None, "a successful download is in the cache"
-            raise ValueError(_not_found(source, places, problem))
-    return found
+    for place in places:
+        if not source.missing(place):
+            return source.paths(place)
+    if data_dir is not None:
+        fewest = min((source.missing(place) for place in places), key=len)
+        raise ValueError(f"data_dir={data_dir}: use a folder with {source.listed(fewest)}")
+    problem = _fetch(source) if download else _Problem("download is off", "set download=true")
+    if problem is not None:
+        raise ValueError(_not_found(source, places, problem))
+    return source.paths(cache(source.task))
 
 
 def cache(task: str) -> Path:
@@ -121,38 +108,13 @@ def _with_subfolder(folder: Path | None, task: str) -> list[Path]:
     return [] if folder is None else [folder, folder / task]
 
 
-def _first(forms: Iterable[Form], places: Sequence[Path]) -> tuple[Form, list[Path]] | None:
-    for place in places:
-        for form in forms:
-            paths = form.paths(place)
-            if all(path.is_file() for path in paths):
-                return form, paths
-    return None
-
-
-def _missing(forms: Sequence[Form], place: Path) -> str:
-    """The missing files of a place that has some of the files; "" for any other place."""
-    for form in forms:
-        there = [path.is_file() for path in form.paths(place)]
-        if any(there):
-            pairs = zip(form.names, there, strict=True)
-            return form.listed(
-                str(Path(form.folder, name)) for name, is_there in pairs if not is_there
-            )
-    return ""
-
-
-def _any_of(forms: Sequence[Form]) -> str:
-    *others, last = map(str, forms)
-    return f"one of: {'; '.join(others)}; {last}" if others else last
-
-
 def _not_found(source: DataSource, places: Sequence[Path], problem: _Problem) -> str:
     searched = [] if _environment() else ["$DATA (not set)"]
     for place in places:
-        missing = _missing(source.forms, place)
-        searched.append(f"{place} (lacks {missing})" if missing else str(place))
-    remedies = [source.remedy, f"set data_dir to a folder with {_any_of(source.forms)}"]
+        missing = source.missing(place)
+        some = len(missing) < len(source.names)
+        searched.append(f"{place} (lacks {source.listed(missing)})" if some else str(place))
+    remedies = [source.remedy, f"set data_dir to a folder with {source.listed(source.names)}"]
     *first, last = [remedy for remedy in (*remedies, problem.remedy) if remedy]
     advice = f"{', '.join(first)}, or {last}" if first else last
     return (
@@ -204,16 +166,15 @@ def write(folder: Path, contents: Iterable[tuple[str, bytes]]) -> None:
 
 def _fetch(source: DataSource) -> _Problem | None:
     """Download the data from the hub to the cache; the problem, if there was one."""
-    hub = source.hub
-    problem = out_of_reach(hub.name)
+    problem = out_of_reach(source.hub)
     if problem is not None:
         return problem
     # Imported here because it takes seconds and belongs to the extra `data`.
     import datasets
 
     try:
-        splits = datasets.load_dataset(hub.name, **hub.arguments)
-        write(cache(source.task) / hub.form.folder, hub.convert(splits))
+        splits = datasets.load_dataset(source.hub, **source.arguments)
+        write(cache(source.task) / source.folder, source.convert(splits))
     except Exception as error:  # of any type: the library passes on errors of others
         return _Problem(f"{type(error).__name__}: {error}")
     return None

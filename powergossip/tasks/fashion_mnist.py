@@ -23,13 +23,10 @@ DEFAULTS: Mapping[str, Any] = {
 }
 SPLITS = {"train": "train", "test": "t10k"}  # split → prefix of its file names
 DEBIAN_FOLDER = Path("/usr/share/datasets/fashion-mnist")  # of the package dataset-fashion-mnist
-FORM = data_files.Form(
-    tuple(
-        f"{prefix}-{kind}-ubyte"
-        for prefix in SPLITS.values()
-        for kind in ("images-idx3", "labels-idx1")
-    ),
-    suffix=".gz",
+NAMES = tuple(
+    f"{prefix}-{kind}-ubyte"
+    for prefix in SPLITS.values()
+    for kind in ("images-idx3", "labels-idx1")
 )
 
 
@@ -54,12 +51,14 @@ def find(options: TaskOptions) -> list[Path]:
     """The four files: training images and labels, test images and labels."""
     source = data_files.DataSource(
         options.task,
-        (FORM,),
-        data_files.Hub("zalando-datasets/fashion_mnist", FORM, _convert),
-        (DEBIAN_FOLDER,),
-        "install Debian's package dataset-fashion-mnist",
+        NAMES,
+        "zalando-datasets/fashion_mnist",
+        _convert,
+        suffix=".gz",
+        places=(DEBIAN_FOLDER,),
+        remedy="install Debian's package dataset-fashion-mnist",
     )
-    return data_files.find(source, options.data_dir, options.download)[1]
+    return data_files.find(source, options.data_dir, options.download)
 
 
 def load(images_path: Path, labels_path: Path) -> LabeledImages:
@@ -75,7 +74,7 @@ def load(images_path: Path, labels_path: Path) -> LabeledImages:
 
 
 def _convert(splits: Any) -> Iterator[tuple[str, bytes]]:
-    names = iter(FORM.names)
+    names = iter(NAMES)
     for split in SPLITS:
         rows = list(splits[split])
         for column in ("image", "label"):

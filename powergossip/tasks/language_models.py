@@ -95,86 +95,6 @@ class LSTM(LanguageModel):
         return scores, {"hidden": hidden, "cell": cell}
 
 
-class Transformer(LanguageModel):
-    """Decoder-only transformer, with learned positions and pre-normalization. It has no state.
-
-    The output layer shares the weights of the word embedding. The norms come before attention and
-    MLP. Initial weights are normal with standard deviation 0.02, biases 0.
-
-    References:
-        - Vaswani et al. (2017), arXiv:1706.03762, also for dropout.
-        - Radford et al. (2019), "Language models are unsupervised multitask learners", for the
-          norms.
-    """
-
-    def __init__(
-        self,
-        shape: Shape,
-        *,
-        hidden_size: int = 128,
-        num_layers: int = 2,
-        num_heads: int = 4,
-        dropout: float = 0.1,
-    ) -> None:
-        """Raises ValueError unless hidden_size is a multiple of num_heads."""
-        super().__init__()
-        n_words, longest = shape
-        if hidden_size % num_heads:
-            raise ValueError(
-                f"task_options.hidden_size={hidden_size}: use a multiple of num_heads={num_heads}"
-            )
-        self.words = nn.Embedding(n_words, hidden_size)
-        self.positions = nn.Embedding(longest, hidden_size)
-        self.dropout = nn.Dropout(dropout)
-        self.blocks = nn.Sequential(
-            *(Block(hidden_size, num_heads, dropout) for _ in range(num_layers))
-        )
-        self.norm = nn.LayerNorm(hidden_size)
-        for module in self.modules():
-            if isinstance(module, (nn.Embedding, nn.Linear)):
-                nn.init.normal_(module.weight, std=0.02)
-            if isinstance(module, nn.Linear):
-                nn.init.zeros_(module.bias)
-
-    def forward(self, words: Tensor, state: State) -> tuple[Tensor, State]:
-        positions = torch.arange(words.shape[1], device=words.device)
-        x = self.dropout(self.words(words) + self.positions(positions))
-        x = self.norm(self.blocks(x))
-        return functional.linear(x, self.words.weight), {}
-
-
-class Block(nn.Module):
-    """x ← x + attention(norm(x)); x ← x + net(norm(x)).    x: [stream, position, unit]"""
-
-    def __init__(self, hidden_size: int, num_heads: int, dropout: float) -> None:
-        super().__init__()
-        self.num_heads = num_heads
-        self.norm1 = nn.LayerNorm(hidden_size)
-        self.queries_keys_values = nn.Linear(hidden_size, 3 * hidden_size)
-        self.attended = nn.Linear(hidden_size, hidden_size)
-        self.norm2 = nn.LayerNorm(hidden_size)
-        self.net = nn.Sequential(
-            nn.Linear(hidden_size, 4 * hidden_size),
-            nn.GELU(),
-            nn.Linear(4 * hidden_size, hidden_size),
-        )
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.dropout(self.attention(self.norm1(x)))
-        return x + self.dropout(self.net(self.norm2(x)))
-
-    def attention(self, x: Tensor) -> Tensor:
-        """Causal multi-head attention: means of values, weighted by softmax(q·k / √units)."""
-        parts = self.queries_keys_values(x).chunk(3, dim=2)
-        # q, k, v: [stream, head, position, unit of head]
-        q, k, v = (part.unflatten(2, (self.num_heads, -1)).transpose(1, 2) for part in parts)
-        heads = functional.scaled_dot_product_attention(
-            q, k, v, dropout_p=self.dropout.p if self.training else 0.0, is_causal=True
-        )
-        return self.attended(heads.transpose(1, 2).flatten(2))
-
-
 class GPT(LanguageModel):
     """Decoder-only transformer with RMSNorm, rotary positions and no biases. It has no state.
 
@@ -273,7 +193,6 @@ def rotated(x: Tensor) -> Tensor:
 
 ARCHITECTURES: dict[str, Callable[..., LanguageModel]] = {
     "LSTM": LSTM,
-    "Transformer": Transformer,
     "GPT": GPT,
 }
 SMALL_ARCHITECTURES = ARCHITECTURES | {

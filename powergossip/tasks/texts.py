@@ -9,7 +9,7 @@ become `UNKNOWN`.
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -152,71 +152,63 @@ TOKENIZERS: dict[str, Callable[[], Callable[[str], Words]]] = {
     "spacy": spacy_english,
 }
 
-# Files of words
+# WikiText-2: Merity et al. (2016), "Pointer sentinel mixture models", arXiv 1609.07843.
 
+_FILES: dict[Split, str] = {
+    "train": "wiki.train.tokens",
+    "valid": "wiki.valid.tokens",
+    "test": "wiki.test.tokens",
+}
 _HUB_SPLITS: dict[Split, str] = {"train": "train", "valid": "validation", "test": "test"}
 
 
-@dataclass(frozen=True)
-class _Files:
-    """A text in files of words separated by blanks."""
+def wikitext2(
+    options: TaskOptions,
+    *,
+    tokenizer: str = "blanks",
+    lower: bool = False,
+    evaluation: str = "test",
+    validation_text: bool = False,
+) -> dict[Split, Words]:
+    """The words of each split of WikiText-2, from its files of words separated by blanks.
 
-    names: Mapping[Split, str]
-    folder: str  # the folder in the archive
-    hub: str
-    hub_arguments: Mapping[str, str]
-    column: str  # of the lines, on the hub
+    Args:
+        tokenizer: Name of a row of `TOKENIZERS`.
+        lower: If True, words are converted to lower case, after tokenization.
+        evaluation: Text of the split "test": test or validation.
+        validation_text: True if the validation text is the split "valid".
 
-    def __call__(
-        self,
-        options: TaskOptions,
-        *,
-        tokenizer: str = "blanks",
-        lower: bool = False,
-        evaluation: str = "test",
-        validation_text: bool = False,
-    ) -> dict[Split, Words]:
-        """The words of each split.
+    Raises:
+        ValueError: If a file is not found or cannot be read.
+    """
+    if validation_text and evaluation == "validation":
+        accepted = "false with evaluation=validation, which uses this text already"
+        raise BadValue("task_options.validation_text", validation_text, accepted)
+    sources: dict[Split, Split] = {"train": "train"}  # split → text
+    sources["test"] = "valid" if evaluation == "validation" else "test"
+    if validation_text:
+        sources["valid"] = "valid"
+    source = data_files.DataSource(
+        options.task,
+        tuple(_FILES.values()),
+        "Salesforce/wikitext",
+        _convert,
+        arguments={"name": "wikitext-2-v1"},
+        folder="wikitext-2",
+    )
+    found = data_files.find(source, options.data_dir, options.download)
+    paths = dict(zip(_FILES, found, strict=True))
+    tokenize = TOKENIZERS[tokenizer]()
+    splits = {split: read(paths[text], tokenize) for split, text in sources.items()}
+    if lower:
+        splits = {split: [word.lower() for word in splits[split]] for split in splits}
+    return splits
 
-        Args:
-            tokenizer: Name of a row of `TOKENIZERS`.
-            lower: If True, words are converted to lower case, after tokenization.
-            evaluation: Text of the split "test": test or validation.
-            validation_text: True if the validation text is the split "valid".
 
-        Raises:
-            ValueError: If a file is not found or cannot be read.
-        """
-        if validation_text and evaluation == "validation":
-            accepted = "false with evaluation=validation, which uses this text already"
-            raise BadValue("task_options.validation_text", validation_text, accepted)
-        sources: dict[Split, Split] = {"train": "train"}  # split → text
-        sources["test"] = "valid" if evaluation == "validation" else "test"
-        if validation_text:
-            sources["valid"] = "valid"
-        paths = self._find(options, list(sources.values()))
-        tokenize = TOKENIZERS[tokenizer]()
-        splits = {split: read(path, tokenize) for split, path in zip(sources, paths, strict=True)}
-        if lower:
-            splits = {split: [word.lower() for word in splits[split]] for split in splits}
-        return splits
-
-    def _find(self, options: TaskOptions, texts: Iterable[Split]) -> list[Path]:
-        names = tuple(self.names[text] for text in texts)
-        everything = data_files.Form(tuple(self.names.values()), self.folder)
-        source = data_files.DataSource(
-            options.task,
-            (data_files.Form(names), data_files.Form(names, self.folder)),
-            data_files.Hub(self.hub, everything, self._convert, self.hub_arguments),
-        )
-        found = data_files.find(source, options.data_dir, options.download)[1]
-        by_name = {path.name: path for path in found}  # a download has all texts
-        return [by_name[name] for name in names]
-
-    def _convert(self, splits: Any) -> Iterator[tuple[str, bytes]]:
-        for split, name in self.names.items():
-            lines = (row[self.column].rstrip("\n") + "\n" for row in splits[_HUB_SPLITS[split]])
-            yield name, "".join(lines).encode()
+def _convert(splits: Any) -> Iterator[tuple[str, bytes]]:
+    for split, name in _FILES.items():
+        lines = (row["text"].rstrip("\n") + "\n" for row in splits[_HUB_SPLITS[split]])
+        yield name, "".join(lines).encode()
 
 
 def read(path: Path, tokenize: Callable[[str], Words]) -> Words:
@@ -241,18 +233,6 @@ def split_lines(text: str, tokenize: Callable[[str], Words] = str.split) -> Word
     return [word for line in lines for word in (*tokenize(line), EOS)]
 
 
-# Merity et al. (2016), "Pointer sentinel mixture models", arXiv 1609.07843.
-wikitext2 = _Files(
-    names={
-        "train": "wiki.train.tokens",
-        "valid": "wiki.valid.tokens",
-        "test": "wiki.test.tokens",
-    },
-    folder="wikitext-2",
-    hub="Salesforce/wikitext",
-    hub_arguments={"name": "wikitext-2-v1"},
-    column="text",
-)
 # name → a function of the options of all tasks and its own, that returns the words of each split
 TEXTS: dict[str, Callable[..., dict[Split, Words]]] = {
     "topics": topics,

@@ -25,7 +25,7 @@ END = 0  # token between documents, of 0 bytes
 TOKENIZERS = re.compile(r"bytes|bpe-([1-9]\d{0,8})")
 ACCEPTED = "bytes, or bpe-SIZE, such as bpe-1024"
 SMALLEST = 257  # tokens of bpe-SIZE: the bytes and END
-_FORMAT = 2  # of the files in the cache
+_FORMAT = 3  # of the files in the cache
 _DAMAGED = (OSError, ValueError, LookupError, TypeError)  # raised for files of the cache
 
 
@@ -134,7 +134,7 @@ def load(documents: Documents, tokenizer: str, options: TaskOptions) -> TokenFil
     checksum shows that a file is damaged.
 
     The cache knows documents by their paths, sizes and times of modification. Several processes may
-    write the same tokens concurrently, since each file appears complete.
+    write the same files concurrently, since each appears complete.
 
     Args:
         tokenizer: A name as in `ACCEPTED`.
@@ -149,18 +149,16 @@ def load(documents: Documents, tokenizer: str, options: TaskOptions) -> TokenFil
     stamps = [(facts.st_size, facts.st_mtime_ns) for facts in found]
     known: list[Any] = [_FORMAT, tokenizer, options.validation_ratio, str(documents.root.resolve())]
     key = hashlib.sha256(json.dumps([*known, documents.names, stamps]).encode()).hexdigest()
-    folder = cache / key[:16]
+    tokens, index = (cache / f"{key[:16]}.{suffix}" for suffix in ("bin", "index"))
     with suppress(*_DAMAGED):
-        return _read(folder)
+        return _read(tokens, index)
     splits = documents.splits(options.validation_ratio)
     try:
         with scratch(cache) as place:
-            made = _make(tokenizer, documents, splits["train"], cache, place)
-            _write(place / "new", documents, splits, *made)
-            with suppress(*_DAMAGED):  # another process was faster
-                return _read(folder)
-            _publish(place / "new", folder, place / "damaged")
-        return _read(folder)
+            _write(place, documents, splits, tokenizer)
+            (place / "bin").replace(tokens)
+            (place / "index").replace(index)
+        return _read(tokens, index)
     except OSError as error:
         raise ValueError(
             f"{cache} cannot be written: {error.strerror or error}; set XDG_CACHE_HOME to "
@@ -193,47 +191,24 @@ def _library() -> Any:
     return tokenizers
 
 
-def _make(
-    tokenizer: str, documents: Documents, names: Sequence[str], cache: Path, place: Path
-) -> tuple[Tokenizer, str | None]:
-    """The tokenizer of this name, and its file in the cache.
+def _write(place: Path, documents: Documents, splits: Mapping[Split, list[str]], name: str) -> None:
+    """Write the tokens and their index, with the tokenizer of this name, to a folder.
 
-    Byte pairs are trained on the documents of these names, unless the cache has byte pairs of the
-    same text. Raises BadValue if the text has too few.
+    Raises BadValue if the training text has too few byte pairs.
     """
-    _, _, size = tokenizer.partition("-")
-    if not size:
-        return Bytes(), None
-    sha256 = hashlib.sha256()
-    for name in names:
-        sha256.update(hashlib.sha256(documents.read(name)).digest())
-    path = cache / f"{tokenizer}-{sha256.hexdigest()[:16]}.json"
-    try:
-        made = BytePairs(_unsealed(path))
-    except _DAMAGED:
-        texts = (documents.read(name).decode() for name in names)
-        (place / path.name).write_text(_sealed(BytePairs.trained(texts, int(size))))
-        (place / path.name).replace(path)
-        made = BytePairs(_unsealed(path))
-    if len(made.byte_counts) < int(size):
-        accepted = f"bpe-{len(made.byte_counts)} or less; the training text has no more byte pairs"
-        raise BadValue("task_options.tokenizer", tokenizer, accepted)
-    return made, path.name
-
-
-def _write(
-    folder: Path,
-    documents: Documents,
-    splits: Mapping[Split, list[str]],
-    tokenizer: Tokenizer,
-    tokenizer_file: str | None,
-) -> None:
-    """Write the tokens and their index to a new folder."""
-    folder.mkdir()
-    dtype = np.min_scalar_type(len(tokenizer.byte_counts) - 1)
+    size, source = int(name.partition("-")[2] or 0), None
+    if size:
+        texts = (documents.read(document).decode() for document in splits["train"])
+        source = BytePairs.trained(texts, size)
+    tokenizer = _tokenizer(source)
+    most = len(tokenizer.byte_counts)
+    if most < size:
+        accepted = f"bpe-{most} or less; the training text has no more byte pairs"
+        raise BadValue("task_options.tokenizer", name, accepted)
+    dtype = np.min_scalar_type(most - 1)
     sha256, position, longest = hashlib.sha256(), 0, 0
     pieces: dict[Split, list[Piece]] = {split: [] for split in splits}
-    with (folder / "tokens.bin").open("wb") as file:
+    with (place / "bin").open("wb") as file:
 
         def append(tokens: np.ndarray) -> None:
             data = tokens.astype(dtype).tobytes()
@@ -244,8 +219,8 @@ def _write(
         for split, names in splits.items():
             for topic, members in groupby(sorted(names, key=documents.topic), documents.topic):
                 first = position
-                for name in members:
-                    tokens = np.append(tokenizer.encode(documents.read(name)), END)
+                for document in members:
+                    tokens = np.append(tokenizer.encode(documents.read(document)), END)
                     append(tokens)
                     longest = max(longest, len(tokens))
                     position += len(tokens)
@@ -256,49 +231,31 @@ def _write(
         "pieces": {split: [vars(p) for p in parts] for split, parts in pieces.items()},
         "longest": longest,
         "sha256": sha256.hexdigest(),
-        "tokenizer": tokenizer_file,
+        "tokenizer": source,
     }
-    (folder / "index").write_text(_sealed(json.dumps(index)))
+    text = json.dumps(index)
+    (place / "index").write_text(f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}")
 
 
-def _publish(new: Path, folder: Path, damaged: Path) -> None:
-    """Rename a folder, and a damaged one in its place. Another process may do the same."""
-    with suppress(FileNotFoundError):
-        folder.rename(damaged)
-    try:
-        new.rename(folder)
-    except OSError:
-        if not folder.is_dir():
-            raise
+def _tokenizer(source: str | None) -> Tokenizer:
+    return Bytes() if source is None else BytePairs(source)
 
 
-def _sealed(text: str) -> str:
-    """A text after its checksum."""
-    return f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}"
-
-
-def _unsealed(path: Path) -> str:
-    """The text of a file that `_sealed` made. Raises an error of `_DAMAGED`."""
-    sealed = path.read_text()
-    text = sealed.partition("\n")[2]
-    if sealed != _sealed(text):
-        raise ValueError(f"{path} is damaged")
-    return text
-
-
-def _read(folder: Path) -> TokenFile:
-    """The tokens in a folder. Raises an error of `_DAMAGED` for a damaged one."""
-    index = json.loads(_unsealed(folder / "index"))
-    name = index["tokenizer"]
-    with (folder / "tokens.bin").open("rb") as file:
-        if hashlib.file_digest(file, "sha256").hexdigest() != index["sha256"]:
-            raise ValueError(f"{folder / 'tokens.bin'} is damaged")
+def _read(tokens: Path, index: Path) -> TokenFile:
+    """The tokens in a file, by their index. Raises an error of `_DAMAGED` for damaged files."""
+    checksum, _, text = index.read_text().partition("\n")
+    if hashlib.sha256(text.encode()).hexdigest() != checksum:
+        raise ValueError(f"{index} is damaged")
+    found = json.loads(text)
+    with tokens.open("rb") as file:
+        if hashlib.file_digest(file, "sha256").hexdigest() != found["sha256"]:
+            raise ValueError(f"{tokens} is damaged")
     return TokenFile(
-        tokens=np.memmap(folder / "tokens.bin", index["dtype"], "r", shape=(index["length"],)),
+        tokens=np.memmap(tokens, found["dtype"], "r", shape=(found["length"],)),
         pieces={
-            split: [Piece(**values) for values in parts] for split, parts in index["pieces"].items()
+            split: [Piece(**values) for values in parts] for split, parts in found["pieces"].items()
         },
-        longest=index["longest"],
-        sha256=index["sha256"],
-        tokenizer=BytePairs(_unsealed(folder.parent / name)) if name else Bytes(),
+        longest=found["longest"],
+        sha256=found["sha256"],
+        tokenizer=_tokenizer(found["tokenizer"]),
     )

@@ -1,6 +1,7 @@
 """Files in the real formats, with few data, and what a task is told of a run."""
 
 import gzip
+import pickle
 import struct
 from pathlib import Path
 from typing import Any
@@ -42,16 +43,17 @@ def write_fashion_mnist(
 
 
 def write_cifar(folder: Path, n_labels: int, n_train: int = 10) -> None:
-    """The files of the binary version with few random images, so many in each to train."""
+    """The files with few random images, so many in each to train."""
     names = {10: [f"data_batch_{i}" for i in range(1, 6)], 100: ["train"]}[n_labels]
-    place = folder / {10: "cifar-10-batches-bin", 100: "cifar-100-binary"}[n_labels]
+    place = folder / {10: "cifar-10-batches-py", 100: "cifar-100-python"}[n_labels]
     place.mkdir(parents=True, exist_ok=True)
     random = generator(0, "test")
     for name, count in (*((name, n_train) for name in names), ("test", 20)):
         name = "test_batch" if (name, n_labels) == ("test", 10) else name
-        labels = [bytes([0, i % 100]) if n_labels == 100 else bytes([i % 10]) for i in range(count)]
-        records = (label + random.bytes(3072) for label in labels)
-        (place / f"{name}.bin").write_bytes(b"".join(records))
+        images = random.integers(0, 256, (count, 3072)).astype(np.uint8)
+        key = b"labels" if n_labels == 10 else b"fine_labels"
+        batch = {b"data": images, key: [i % n_labels for i in range(count)]}
+        (place / name).write_bytes(pickle.dumps(batch))
 
 
 def write_imagenet(folder: Path, n_labels: int = 7, n_train: int = 7, noise: bool = False) -> None:

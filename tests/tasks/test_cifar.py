@@ -19,12 +19,7 @@ from powergossip.tasks import augmentation, cifar
 from powergossip.tasks.images import ImageClassification, LabeledImages
 from tests.harness.small_data import options
 
-FOLDERS = {
-    ("Cifar", "python"): "cifar-10-batches-py",
-    ("Cifar", "binary"): "cifar-10-batches-bin",
-    ("Cifar100", "python"): "cifar-100-python",
-    ("Cifar100", "binary"): "cifar-100-binary",
-}
+FOLDERS = {"Cifar": "cifar-10-batches-py", "Cifar100": "cifar-100-python"}
 FILES = {
     "Cifar": [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"],
     "Cifar100": ["train", "test"],
@@ -82,26 +77,13 @@ def python_file(name: str, images: np.ndarray, labels: list[int]) -> bytes:
     return python_2_pickle({b"data": images, b"coarse_labels": coarse, b"fine_labels": labels})
 
 
-def binary_file(name: str, images: np.ndarray, labels: list[int]) -> bytes:
-    coarse = [bytes([label // 5]) if name == "Cifar100" else b"" for label in labels]
-    records = zip(coarse, labels, images, strict=True)
-    return b"".join(first + bytes([label]) + image.tobytes() for first, label, image in records)
-
-
-def write_files(place: Path, name: str, version: str) -> Path:
+def write_files(place: Path, name: str) -> Path:
     """The files in a place; returns their folder."""
-    write = {"python": python_file, "binary": binary_file}[version]
-    suffix = {"python": "", "binary": ".bin"}[version]
-    folder = FOLDERS[name, version]
-    files = {
-        f"{file}{suffix}": write(name, images, labels)
-        for file, (images, labels) in zip(FILES[name], contents(name), strict=True)
-    }
-    place.mkdir(parents=True, exist_ok=True)
-    (place / folder).mkdir()
-    for file, content in files.items():
-        (place / folder / file).write_bytes(content)
-    return place / folder
+    folder = place / FOLDERS[name]
+    folder.mkdir(parents=True)
+    for file, content in zip(FILES[name], contents(name), strict=True):
+        (folder / file).write_bytes(python_file(name, *content))
+    return folder
 
 
 def load(name: str, folder: Path) -> tuple[LabeledImages, LabeledImages]:
@@ -112,11 +94,12 @@ def load(name: str, folder: Path) -> tuple[LabeledImages, LabeledImages]:
 # What files say.
 
 
-@pytest.mark.parametrize(("name", "version"), FOLDERS)
-def test_every_form_has_the_same_images(tmp_path: Path, name: str, version: str) -> None:
-    """In data_dir, in a folder in it that is named as the task, or in the unpacked folder."""
-    place = write_files(tmp_path / "one", name, version)
-    write_files(tmp_path / "other" / name, name, version)
+@pytest.mark.parametrize("name", FOLDERS)
+def test_images_and_labels_are_those_of_the_files(tmp_path: Path, name: str) -> None:
+    """In data_dir, in a folder in it that is named as the task, or in the unpacked folder. Training
+    batches are cropped and flipped."""
+    place = write_files(tmp_path / "one", name)
+    write_files(tmp_path / "other" / name, name)
     *batches, expected_test = contents(name)
     for folder in (place.parent, tmp_path / "other", place):
         train, test = load(name, folder)
@@ -127,10 +110,13 @@ def test_every_form_has_the_same_images(tmp_path: Path, name: str, version: str)
         assert test.labels.tolist() == expected_test[1]
         assert train.images.shape[1:] == (3, 32, 32)
         assert (train.images.dtype, train.labels.dtype) == (torch.uint8, torch.int64)
+    task = tasks.make(name, n_workers=2, batch_size=8, seed=1, data_dir=place)
+    assert isinstance(task, ImageClassification)
+    assert task.augment is augmentation.crop_and_flip
 
 
 def test_pickles_of_python_3_are_read_too(tmp_path: Path) -> None:
-    folder = write_files(tmp_path, "Cifar", "python")
+    folder = write_files(tmp_path, "Cifar")
     images, labels = contents("Cifar")[0]
     for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
         content = pickle.dumps({b"data": images, b"labels": labels}, protocol)
@@ -139,21 +125,15 @@ def test_pickles_of_python_3_are_read_too(tmp_path: Path) -> None:
 
 
 def test_pixels_are_red_green_and_blue_row_after_row(tmp_path: Path) -> None:
-    folder = write_files(tmp_path, "Cifar", "binary")
+    folder = write_files(tmp_path, "Cifar")
     image = np.zeros((3, 32, 32), dtype=np.uint8)
     image[1, 2, 30] = 255
-    (folder / "test_batch.bin").write_bytes(b"\7" + image.tobytes())
+    (folder / "test_batch").write_bytes(
+        pickle.dumps({b"data": image.reshape(1, -1), b"labels": [7]})
+    )
     _, test = load("Cifar", tmp_path)
     assert test.images.nonzero().tolist() == [[0, 1, 2, 30]]
     assert test.labels.tolist() == [7]
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_training_batches_are_cropped_and_flipped(tmp_path: Path, name: str) -> None:
-    write_files(tmp_path, name, "python")
-    task = tasks.make(name, n_workers=2, batch_size=8, seed=1, data_dir=tmp_path)
-    assert isinstance(task, ImageClassification)
-    assert task.augment is augmentation.crop_and_flip
 
 
 # Files that are something else.
@@ -173,7 +153,7 @@ class Command:
     "named", ["cposix\nmkdir\n(V{}\ntR.", "cbuiltins\neval\n(V__import__('os').mkdir('{}')\ntR."]
 )
 def test_data_files_cannot_run_code(tmp_path: Path, named: str) -> None:
-    folder = write_files(tmp_path, "Cifar", "python")
+    folder = write_files(tmp_path, "Cifar")
     made = tmp_path / "made"
     for content in (named.format(made).encode(), pickle.dumps({b"data": Command(made)})):
         (folder / "data_batch_2").write_bytes(content)
@@ -220,37 +200,19 @@ GOOD = {b"data": IMAGES, b"labels": [1, 2, 3]}
 def test_damaged_python_files_are_rejected_by_name(
     tmp_path: Path, content: bytes, found: str
 ) -> None:
-    folder = write_files(tmp_path, "Cifar", "python")
+    folder = write_files(tmp_path, "Cifar")
     (folder / "data_batch_4").write_bytes(content)
     with pytest.raises(ValueError, match=f"batches-py/data_batch_4:? {found}"):
         load("Cifar", tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("content", "found"),
-    [
-        (b"", "is damaged.*0 labels"),
-        (bytes(3074 * 2 - 1), "is damaged.*6147.*3074"),
-        (bytes(3073), ".* no file of cifar-100: .*3073"),
-        (b"\0\x64" + bytes(3072), "is damaged.*labels 0 to 99"),
-    ],
-)
-def test_damaged_binary_files_are_rejected_by_name(
-    tmp_path: Path, content: bytes, found: str
-) -> None:
-    folder = write_files(tmp_path, "Cifar100", "binary")
-    (folder / "test.bin").write_bytes(content)
-    with pytest.raises(ValueError, match=f"cifar-100-binary/test.bin {found}"):
-        load("Cifar100", tmp_path)
-
-
 def test_missing_files_are_named(tmp_path: Path) -> None:
-    folder = write_files(tmp_path, "Cifar", "python")
+    folder = write_files(tmp_path, "Cifar")
     (folder / "data_batch_3").unlink()
     with pytest.raises(ValueError, match=r"^data_dir=.*: use .* cifar-10-batches-py/data_batch_3$"):
         load("Cifar", tmp_path)
     with pytest.raises(
         ValueError,
-        match=r"^data_dir=.*: use .*the folder cifar-100-python; the folder cifar-100-binary$",
+        match=r"^data_dir=.*: use .*the folder cifar-100-python$",
     ):
         load("Cifar100", tmp_path)

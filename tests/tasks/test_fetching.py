@@ -24,7 +24,6 @@ def image_rows(column: str, label: str, shape: tuple[int, ...], count: int) -> l
         {
             column: random.integers(0, 256, shape).astype(np.uint8),
             label: int(random.integers(0, 10)),
-            "coarse_label": 3,
         }
         for _ in range(count)
     ]

@@ -124,6 +124,7 @@ TASKS: dict[str, dict[str, Any]] = {  # name → options that make it small
 }
 LANGUAGE = ("LSTM", "Text")
 MODELS = {"LSTM": "LSTM", "Text": "GPT", "ImageNet": "ResNet18"}  # small ones
+LARGE = ("ResNet18", "ResNet50", "ResNet110", "VGG11", "VGG16BN")
 
 
 def make(name: str, folder: Path, **changes: Any) -> tasks.Task:
@@ -156,16 +157,9 @@ def any_task(name: str, data: Path) -> tasks.Task:
 
 
 def models_of(task: tasks.Task, name: str, seed: int = 1) -> Iterator[tuple[str, nn.Module]]:
-    """All models that a task has for its data."""
+    """The small models of a task. tests/tasks/test_models.py has the large ones."""
     for architecture in task.architectures:
-        if architecture in ("ResNet50", "VGG16BN", "ResNet110"):
-            continue  # large; tests/tasks/test_models.py has them
-        if architecture in ("VGG11", "ResNet18") and name == "Cifar100":
-            continue  # as of Cifar
-        if architecture == "VGG11" and task.batch(0, 0, 0)[0].shape[-1] < 32:
-            with pytest.raises(ValueError, match=r"^task_architecture=VGG11: use "):
-                task.model(architecture, seed)
-        else:
+        if architecture not in LARGE or architecture == MODELS.get(name):
             yield architecture, task.model(architecture, seed)
 
 
@@ -262,7 +256,7 @@ def test_a_loss_is_the_mean_over_a_batch_and_reaches_all_parameters(
 def test_parts_of_an_evaluation_add_up(
     any_task: tasks.Task, name: str, split: tasks.Split, n_parts: int
 ) -> None:
-    architecture = {**MODELS, "LSTM": "Transformer"}.get(name, "MLP")
+    architecture = {**MODELS, "LSTM": "GPT"}.get(name, "MLP")
     model = any_task.model(architecture, seed=1)
     whole = any_task.evaluate(model, split)
     parts = [any_task.evaluate(model, split, (i, n_parts)) for i in range(n_parts)]
@@ -374,8 +368,7 @@ def test_digits_and_texts_with_a_rule_are_learned_in_seconds(
     text = texts.Corpus(tuple(map(str, range(17))), {"train": words, "test": words})
     size = {"hidden_size": 32, "num_layers": 1, "dropout": 0.0}
     words_task = LanguageModeling(text, 5, options(task="LSTM", n_workers=1, batch_size=4), size)
-    for architecture in ("LSTM", "Transformer"):
-        assert learned(words_task, architecture, adam, epochs=15)["accuracy"] >= 0.95, architecture
+    assert learned(words_task, "LSTM", adam, epochs=15)["accuracy"] >= 0.95
 
     for i in range(40):
         content = "abcdefghijklm"[i % 5 :] + "abcdefghijklm" * (2 + i % 7) + str(i)
