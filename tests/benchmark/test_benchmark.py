@@ -408,9 +408,9 @@ def test_the_error_of_agreement_is_the_distance_to_the_mean_at_the_start(
 def test_a_setting_makes_trial_steps(task: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What trials find is in tests/training/test_trials.py. An error is one line."""
 
-    def silent(x: Tensor) -> Any:
-        x.mul_(0.5)
-        yield from ()
+    def leak(x: Tensor) -> Any:
+        yield ToAll(torch.zeros_like(x))
+        x.copy_(x.mean(0, keepdim=True).expand_as(x))
 
     def reject(x: Tensor) -> Any:
         yield ToAll(x)
@@ -421,7 +421,7 @@ def test_a_setting_makes_trial_steps(task: str, monkeypatch: pytest.MonkeyPatch)
         raise KeyError("nothing")
 
     for step, sentence in (
-        (silent, "sends no messages"),
+        (leak, "a worker learns of another one without a message"),
         (reject, "test_benchmark.py, line .*: ValueError: no such rate$"),
         (fail, "fails in .*: KeyError: 'nothing'"),
     ):

@@ -26,6 +26,7 @@ from powergossip.training.config_checks import checked
 from powergossip.training.methods import check_method
 
 ALONE = Processes()
+LEAK = "mine: a worker learns of another one without a message"
 Step = Callable[..., Any]
 
 
@@ -70,6 +71,7 @@ class Averages:
 
     def __init__(self, network: Any, layout: Any) -> None:
         self.weight = random.random() * np.random.random()
+        self.before: Tensor | None = None
 
     def step(self, x: Tensor) -> Any:
         x.copy_((yield ToAll(x)).mean(1))
@@ -98,9 +100,11 @@ class WithoutLoad(Averages):
     load_state_dict: Any = property()  # hasattr is false
 
 
-class Forgets(Rarely):
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        return
+def own_random() -> float:
+    """A number that no seed determines."""
+    own = torch.Generator()
+    own.seed()
+    return float(torch.rand((), generator=own))
 
 
 def rows(base: type, *steps: tuple[Step, str | None]) -> list[Any]:
@@ -119,16 +123,22 @@ AVERAGES = [
     (Rarely, None),
     (WithoutState, "optimizer=mine has no state_dict; checkpoints need it"),
     (WithoutLoad, "optimizer=mine has no load_state_dict; checkpoints need it"),
-    (Forgets, "optimizer=mine: after load_state_dict, state_dict returns another state"),
     *rows(
         Averages,
         (lambda self, x: x.lerp_((yield ToAll(x)).mean(1), float(torch.rand(()))), None),
+        (lambda self, x: x.lerp_((yield ToAll(x)).mean(1), own_random()), None),
         (lambda self, x: (yield ToAll(x)).mean(1), "optimizer=mine does not change x; a step"),
         (lambda self, x: (yield x), "yielded Tensor; use ToAll, ToEach, Mean or Gather"),
         (lambda self, x: (yield ToAll(x[0])), r"ToAll of a tensor \(1024,\): use one of shape"),
         (lambda self, x: (yield Mean(x[0])), r"Mean of a tensor \(1024,\): use one of shape"),
         (lambda self, x: x.mul_(0.5), "optimizer=mine: step returned Tensor; use a generator"),
         (silent, "optimizer=mine sends no messages; a step yields them"),
+        (lambda self, x: x.lerp_(x.roll(1, 0), 0.5) + (yield ToAll(x)).mean(1), LEAK),
+        (
+            lambda self, x: x.lerp_(x.roll(1, 0), 0.1 * float((yield ToAll(x)).any())),
+            LEAK,
+        ),
+        (lambda self, x: x.mul_(self.weight).lerp_((yield ToAll(x))[:, 0] * 0 + x[0], 0.5), LEAK),
     ),
 ]
 
@@ -180,6 +190,7 @@ AGGREGATES = [
         (lambda self, g, mean: mean.copy_(stacked((yield Gather(list(g.clone()))))), None),
         (lambda self, g, mean: (yield Mean(g)), "optimizer=mine does not change mean"),
         (silent, "optimizer=mine sends no messages; a step yields them"),
+        (lambda self, g, mean: mean.copy_((yield Mean(g)) * 0 + g.mean(0)), LEAK),
         (lambda self, g, mean: (yield Gather(list(g[:, 0]))), "Gather of a piece of shape"),
         (lambda self, g, mean: (yield Gather([g[0]])), "Gather of 1 pieces: use one for each"),
     ),
@@ -253,6 +264,23 @@ class Method(Rule):
         return False
 
 
+class ReadsGradients(Rule):
+    def direct(self, g: Tensor) -> None:
+        g.copy_(g.mean(0).expand_as(g))
+
+
+class LeaksAtTheEndOfARound(Rule):
+    def settle(self) -> None:
+        if self.exchanging:
+            self._x.lerp_(self._x.roll(1, 0), 0.1)
+        super().settle()
+
+
+class Copies(Rule):
+    def mixed(self) -> tuple[Tensor, ...]:
+        return (self._x.clone(),)
+
+
 class Names(Rule):
     state: ClassVar[Any] = ("anchor",)
 
@@ -275,7 +303,9 @@ LEARNS = [
     (LacksVariable, "LacksVariable.state has 'other': use self._other for the variable"),
     (Method, "Method.exchanging: use a property; a method is true in every step"),
     (partial(Rule, local_steps=2), "learning=mine is the row .*; use a class derived from Goss"),
-    (AssignedX, "learning=mine does not change x"),
+    (ReadsGradients, LEAK),
+    (AssignedX, "learning=mine does not change x by gradients"),
+    (Copies, "learning=mine does not use the messages that it receives; mixed returns"),
     (Names, r"Names.state=\('anchor',\): use a mapping from names to Variable"),
     (Generates, "Generates.step: use the methods of GossipRule, such as update"),
 ]
@@ -322,7 +352,29 @@ def test_a_learning_rule_of_a_script_has_any_local_optimizer_and_many_local_step
     keys = {"local_optimizer": local_optimizer, "local_steps": local_steps}
     c = settings(optimizer="dpsgd", learning="mine", **keys)
     assert local_steps == 1 or local_steps > trials.MOST
+    check_method(c, Network(make("ring", 4), ALONE))
+    monkeypatch.setitem(LEARNING, "mine", LeaksAtTheEndOfARound)
+    with pytest.raises(ValueError, match=LEAK):
+        check_method(c, Network(make("ring", 4), ALONE))
+
+
+def test_a_learning_rule_works_over_messages_that_a_process_decodes_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(LEARNING, "mine", Rule)
+    c = settings(optimizer="all-reduce", optimizer_bits=4, learning="mine")
     assert not check_method(c, Network(make("ring", 4), ALONE))
+
+
+def test_a_learning_rule_is_tried_before_exchanges_by_edges_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(LEARNING, "mine", Copies)
+    scenario = {"seconds_per_step": 0.1}
+    c = settings(optimizer="dpsgd", learning="mine", gossip="asynchronous", scenario=scenario)
+    assert c.by_edges
+    with pytest.raises(ValueError, match="does not use the messages"):
+        check_method(c, Network(make("ring", 4), ALONE))
 
 
 @pytest.mark.parametrize("name", [*AVERAGING, *AGGREGATIONS, *LEARNING])
