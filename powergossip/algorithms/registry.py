@@ -21,7 +21,7 @@ from powergossip.algorithms.plain import (
 from powergossip.algorithms.power_gossip import PowerGossip
 from powergossip.algorithms.push_sum import PushSum
 from powergossip.algorithms.quantized_mean import QuantizedMean
-from powergossip.compressors import Codec, matrices
+from powergossip.compressors import Codec
 from powergossip.network import Network
 from powergossip.parameters import Layout
 from powergossip.topologies import Topology
@@ -43,12 +43,8 @@ def _deepsqueeze(
             the topology.
         compressor: Name of the compressor.
     """
-    codec = _codec(network, layout, compressor, compressor_options, seed)
     rate: Any = diffusion_rate
-    if rate is None:
-        given = {"compressor": compressor, **compressor_options}
-        rate = default_rate("deepsqueeze", network.topology, layout, given)
-    return DeepSqueeze(network, codec, rate)
+    return DeepSqueeze(network, _codec(network, layout, compressor, compressor_options, seed), rate)
 
 
 def _choco(
@@ -72,15 +68,8 @@ def _choco(
     """
     codec = _codec(network, layout, compressor, compressor_options, seed)
     rate: Any = diffusion_rate
-    if rate is None:
-        given = {"compressor": compressor, **compressor_options}
-        rate = default_rate("choco", network.topology, layout, given)
-    return ChocoGossip(
-        network,
-        codec,
-        rate,
-        rates.copy_rate(codec.compressor) if copy_rate is None else copy_rate,
-    )
+    copies = rates.copy_rate(codec.compressor) if copy_rate is None else copy_rate
+    return ChocoGossip(network, codec, rate, copies)
 
 
 def _codec(
@@ -166,9 +155,6 @@ _DEFAULT_RATES: dict[str, Callable[..., Any]] = {
     "choco": rates.default_choco_rate,
     "deepsqueeze": rates.default_deepsqueeze_rate,
 }
-# Without gradients and with differences of θ at most, 0.5 diverges on none of eight graphs, and 0.7
-# on five. See docs/methods/moniqua.md.
-_LARGEST_RATES = {"moniqua": 0.6}
 
 
 def default_rate(
@@ -210,29 +196,6 @@ def _on_undirected(topology: Topology) -> str:
     )
 
 
-def warn_of_rate(
-    name: str, network: Network, layout: Layout, given: Mapping[str, Any], factor: float = 1.0
-) -> None:
-    """Warn of a diffusion rate in the options `given` that may make the algorithm diverge in a long
-    run. Once per topology, and only on process 0.
-
-    Args:
-        factor: Factor of a learning rule on the default rate.
-    """
-    rate = given.get("diffusion_rate")
-    if name in {**_DEFAULT_RATES, **_LARGEST_RATES} and isinstance(rate, float | int):
-        try:
-            by_default = default_rate(name, network.topology, layout, given, factor)
-        except checks.BadValue as error:  # there is none
-            rates.warn_once(network, str(error))
-            return
-        if callable(by_default):
-            by_default = min(by_default(m.rows * m.columns) for m in matrices(layout.whole))
-        assert by_default is not None
-        limit = _LARGEST_RATES.get(name, rates.margin(network.topology) * by_default)
-        rates.warn_of_compressed(name, network, rate, by_default, limit)
-
-
 def make(name: str, network: Network, layout: Layout, /, **given: Any) -> Averaging:
     """Build the averaging algorithm of that name with the options `given`.
 
@@ -265,6 +228,9 @@ def build(name: str, network: Network, layout: Layout, options: Mapping[str, Any
         ValueError: For a bad value, or a directed graph on which it would be biased.
     """
     row = (AVERAGING | CONSENSUS_ONLY)[name]
+    if name in _DEFAULT_RATES and options.get("diffusion_rate") is None:
+        rate = default_rate(name, network.topology, layout, options)
+        options = {**options, "diffusion_rate": rate}
     return _unbiased(name, network, row(network, layout, **options))
 
 
