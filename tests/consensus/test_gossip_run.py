@@ -339,7 +339,7 @@ def test_settings_in_a_batch_are_as_by_themselves(
         assert reproducible(alone[rate, theta]) == reproducible(rows)
 
 
-@pytest.mark.parametrize("rate", [3.0, 3e38])  # the second gives NaN
+@pytest.mark.parametrize("rate", [3.0, 3e38])  # the second gives infinity
 def test_a_diverged_setting_ends_with_its_step(rate: float) -> None:
     """At γ = 3, errors grow by up to (1 − 3 · 4/3)² = 9 a step."""
     with pytest.warns(UserWarning, match="diffusion rate of 3"):
@@ -350,6 +350,13 @@ def test_a_diverged_setting_ends_with_its_step(rate: float) -> None:
     assert last["bits"] == last["epoch"] * 2 * 64 * 32
     assert last["epoch"] == 1 if rate > 1e9 else 2 < last["epoch"] < 10
     assert rows["value"].max() <= 100 * rows["value"].iloc[0]
+
+
+def test_a_setting_with_nan_has_diverged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Worker 3 of the second of three settings gets one."""
+    monkeypatch.setattr(MatrixBatch, "step", lambda batch: batch.x[8 + 3].fill_(np.nan))
+    rows = gossiped(**GRID, algorithm="fp_choco", num_steps=1)
+    assert rows["name"].tolist() == ["error"] * 4 + ["diverged", "error"]
 
 
 def test_workers_that_agree_from_the_start_do_not_diverge(monkeypatch: pytest.MonkeyPatch) -> None:
