@@ -216,17 +216,15 @@ def test_the_labels_of_a_figure_are_of_one_kind(tmp_path: Path) -> None:
         assert section.labels() == (["z", "x"] if kept else [str(run) for run in runs])
 
 
-RATE = "optimizer_diffusion_rate"
-
-
 def test_a_default_rate_is_the_one_in_effect(tmp_path: Path) -> None:
-    (section,) = compared(
-        *(
-            write_run(tmp_path / str(i), info={"diffusion_rate": rate}, **{RATE: None})
-            for i, rate in enumerate((0.0117187, 0.5))
+    runs = [
+        write_run(
+            tmp_path / str(rate), info={"diffusion_rate": rate}, optimizer_diffusion_rate=None
         )
-    )
-    assert columns(section)[RATE] == ["0.01172", "0.5"]
+        for rate in (0.0117187, 0.5)
+    ]
+    (section,) = compared(*runs)
+    assert columns(section)["optimizer_diffusion_rate"] == ["0.01172", "0.5"]
 
 
 # --- Facts ----------------------------------------------------------------------------------------
