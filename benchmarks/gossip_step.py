@@ -12,9 +12,11 @@ The workers disagree during these steps. agreed_ms_per_step is the time of worke
 It has neither model nor data, only random tensors with the shapes of a model's parameters.
 """
 
+import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -22,12 +24,18 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from benchmarks.shapes import MODELS
-from benchmarks.timing import BEFORE_THEY_AGREE, in_turns, report
-from powergossip import algorithms, checks, topologies
+from benchmarks.timing import in_turns
+from powergossip import algorithms, checks, prediction, topologies
 from powergossip.network import Network, choose_device, processes
 from powergossip.parameters import Layout
 from powergossip.runs import configuration
+
+# The shapes of the parameters.
+MODELS: dict[str, Callable[[], list[tuple[int, ...]]]] = {
+    "resnet20": lambda: prediction.layout("ResNet20").shapes,  # 272,474 parameters
+    "lstm": lambda: prediction.layout("LSTM").shapes,  # 28,949,319 parameters
+    "matrix100": lambda: [(100, 100)],  # of the consensus experiments
+}
 
 
 @dataclass
@@ -75,37 +83,29 @@ def main(arguments: list[str]) -> None:
     bound = _lower_bound(network, x, c.algorithm, bits_per_step)
 
     def measure(seconds: float, x_before: Tensor, **functions: Callable[[], None]) -> list[float]:
-        times = in_turns(
-            functions,
-            c.rounds,
-            seconds,
-            comm,
-            device,
-            before=lambda: x.copy_(x_before),
-            calls=BEFORE_THEY_AGREE,
-        )
+        start_again = partial(x.copy_, x_before)
+        times = in_turns(functions, c.rounds, seconds, comm, device, start_again)
         return list(map(median, times.values()))
 
     ms_per_step, floor_ms = measure(0.8 * c.seconds, start, step=step, bound=bound)
     common = torch.randn(layout.size, generator=torch.Generator().manual_seed(0)).to(device)
     (agreed_ms,) = measure(0.2 * c.seconds, common.expand_as(x), step=step)
-    report(
-        comm,
-        algorithm=c.algorithm,
-        model=c.model,
-        n_workers=n_workers,
-        processes=comm.size,
-        transport=comm.transport,
-        device=device.type,
-        rank=options.get("rank"),
-        compressor=options.get("compressor"),
-        num_iterations=options.get("num_iterations"),
-        ms_per_step=round(ms_per_step, 4),
-        agreed_ms_per_step=round(agreed_ms, 4),
-        floor_ms=round(floor_ms, 4),
-        ratio=round(ms_per_step / floor_ms, 2),
-        bits_per_step=bits_per_step,
-    )
+    line = {
+        "algorithm": c.algorithm,
+        "model": c.model,
+        "n_workers": n_workers,
+        "processes": comm.size,
+        "transport": comm.transport,
+        "device": device.type,
+        **{name: options.get(name) for name in ("rank", "compressor", "num_iterations")},
+        "ms_per_step": round(ms_per_step, 4),
+        "agreed_ms_per_step": round(agreed_ms, 4),
+        "floor_ms": round(floor_ms, 4),
+        "ratio": round(ms_per_step / floor_ms, 2),
+        "bits_per_step": bits_per_step,
+    }
+    if comm.rank == 0:
+        print(json.dumps(line))
 
 
 def _lower_bound(network: Network, x: Tensor, algorithm: str, bits: int) -> Callable[[], None]:

@@ -1,6 +1,5 @@
 """Times of functions that take turns, so that other load on the machine affects all of them."""
 
-import json
 import time
 from collections.abc import Callable, Mapping
 
@@ -11,7 +10,6 @@ from powergossip.network import Processes
 # Steps after which x is set to its start again. Learning workers do not agree, and workers that
 # agree may take other code paths. Two of them agree on a matrix of rank 16 after 16 steps.
 BEFORE_THEY_AGREE = 12
-ALONE = 0.2  # seconds of a measurement of one process, approximately
 
 
 def in_turns(
@@ -20,24 +18,23 @@ def in_turns(
     seconds: float,
     processes: Processes,
     device: torch.device,
-    before: Callable[[], object] = lambda: None,
-    calls: int = 200,
+    before: Callable[[], object],
 ) -> dict[str, list[float]]:
     """Return the milliseconds of a call, {function: [round]}. The functions take turns.
 
     rounds   # number of measurements of each function
     seconds  # approximate time of all measurements together
-    before   # called before each measurement, and again after some calls, outside of the time
-    calls    # their number. A measurement has at most 200
+    before   # called before each measurement, and again after BEFORE_THEY_AGREE calls, outside of
+             # the time. A measurement has at most 200 calls
     """
 
     def measure(function: Callable[[], object], count: int) -> float:
         elapsed = 0.0
-        for first in range(0, count, calls):
+        for first in range(0, count, BEFORE_THEY_AGREE):
             before()
             processes.gather(None)  # start at the same time
             start = time.perf_counter()
-            for _ in range(first, min(first + calls, count)):
+            for _ in range(first, min(first + BEFORE_THEY_AGREE, count)):
                 function()
             if device.type == "cuda":
                 torch.cuda.synchronize()
@@ -54,25 +51,3 @@ def in_turns(
         for (name, function), count in zip(functions.items(), counts, strict=True):
             times[name].append(measure(function, count))
     return times
-
-
-def alone(function: Callable[[], object], processes: Processes, device: torch.device) -> float:
-    """Return the milliseconds of a call in process 0, while the other processes sleep."""
-    processes.gather(None)
-    if processes.rank > 0:
-        time.sleep(ALONE)
-    else:
-        start, count = time.perf_counter(), 0
-        while count == 0 or time.perf_counter() - start < 0.8 * ALONE:
-            function()
-            count += 1
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        elapsed = 1e3 * (time.perf_counter() - start) / count
-    return float(processes.broadcast(elapsed if processes.rank == 0 else 0.0))
-
-
-def report(comm: Processes, /, **values: object) -> None:
-    """Print a JSON line in process 0."""
-    if comm.rank == 0:
-        print(json.dumps(values))

@@ -93,19 +93,14 @@ class Line:
         return math.inf
 
 
-def same_data(task: BenchmarkTask, first: str, second: str) -> bool:
-    """True if results with these hashes are of the same data.
-
-    Matrices of consensus always are. They are computed, so that their last bits depend on the
-    processor.
-    """
-    return task.is_consensus or first == second
-
-
 def lines(
     task: BenchmarkTask, tier: str, entries: Iterable[Mapping[str, Any]]
 ) -> tuple[list[Line], list[str]]:
-    """The lines of a task, best first, and the names of entries with another version or data."""
+    """The lines of a task, best first, and the names of entries with another version or data.
+
+    Matrices of consensus are computed, so that their last bits depend on the processor. They are
+    the same data with any hash.
+    """
     results = {
         entry["name"]: entry["tiers"][tier][task.name]
         for entry in entries
@@ -115,7 +110,7 @@ def lines(
     if not current:
         return [], list(results)
     ((usual, _),) = Counter(found["data"] for found in current.values()).most_common(1)
-    kept = {name: found for name, found in current.items() if same_data(task, found["data"], usual)}
+    kept = {n: of for n, of in current.items() if task.is_consensus or of["data"] == usual}
     of_data = 1 / task.values_of(tier).get("task_options", {}).get("test_images", math.inf)
     resolution = max(of_data, 0.5 * 10**-task.measure.places / task.measure.factor)
     made = [Line(n, task, task.targets[tier], found, resolution) for n, found in kept.items()]
@@ -139,28 +134,18 @@ class Pair:
 
 
 def pair(first: Line, second: Line) -> Pair:
-    """Compare two lines of a task. A diverged run is worse than any other."""
-    if first.diverged or second.diverged:
-        verdict = (
-            "noise"
-            if first.diverged and second.diverged
-            else ("worse" if first.diverged else "better")
-        )
-        return Pair(math.nan, math.nan, verdict)
-    mean, margin = difference(first, second)
-    if not abs(mean) > margin:
-        return Pair(mean, margin, "noise")
-    gain = mean if first.task.measure.larger_is_better else -mean
-    return Pair(mean, margin, "better" if gain > 0 else "worse")
+    """Compare two lines of a task over the seeds that they share.
 
-
-def difference(first: Line, second: Line) -> tuple[float, float]:
-    """The mean of first − second over the seeds whose two runs did not diverge.
-
-    Returns it, and half of its interval, at least the resolution: equal differences of a few seeds
-    prove nothing. The interval of less than two seeds has no ends. It is about the seeds, not about
-    other test data.
+    A diverged run is worse than any other. The interval of less than two seeds has no ends. It is
+    at least the resolution: equal differences of a few seeds prove nothing. It is about the seeds,
+    not about other test data.
     """
+    from scipy.stats import t
+
+    if first.diverged and second.diverged:
+        return Pair(math.nan, math.nan, "noise")
+    if first.diverged or second.diverged:
+        return Pair(math.nan, math.nan, "worse" if first.diverged else "better")
     second_means = {run["seed"]: run["evaluations"][-1]["mean"] for run in second.runs}
     differences = [
         run["evaluations"][-1]["mean"] - second_means[run["seed"]]
@@ -168,15 +153,11 @@ def difference(first: Line, second: Line) -> tuple[float, float]:
         if run["seed"] in second_means
     ]
     n = len(differences)
-    mean = sum(differences) / n if n else math.nan
-    if n < 2:
-        return mean, math.inf
-    margin = _quantile(n) * stdev(differences) / math.sqrt(n)
-    return mean, max(margin, first.resolution)
-
-
-def _quantile(n: int) -> float:
-    """The value of Student's t, for n values, that is exceeded on both sides by 1 − LEVEL."""
-    from scipy.stats import t
-
-    return float(t.ppf(0.5 + LEVEL / 2, n - 1))
+    mean, margin = sum(differences) / n if n else math.nan, math.inf
+    if n > 1:
+        quantile = float(t.ppf(0.5 + LEVEL / 2, n - 1))
+        margin = max(quantile * stdev(differences) / math.sqrt(n), first.resolution)
+    if not abs(mean) > margin:
+        return Pair(mean, margin, "noise")
+    gain = mean if first.task.measure.larger_is_better else -mean
+    return Pair(mean, margin, "better" if gain > 0 else "worse")

@@ -99,7 +99,9 @@ def _sections(
 ) -> list[Section]:
     """The tasks, with `chosen` those in which it takes part."""
     sections: list[Section] = []
-    for task in _of(tasks):
+    for task in TASKS.values():
+        if tasks is not None and task.name not in tasks:
+            continue
         found, others = lines(task, tier, entries)
         own = next((line for line in found if line.name == chosen), None)
         if own is not None or chosen in others or (not chosen and (found or others)):
@@ -201,10 +203,6 @@ def draw(found: Sequence[Line], path: Path, own: Line | None = None) -> bool:
     chosen = [line.name for line in (own, *verdict.rivals(own, found))] if own else []
     figures.scatter(points, path, across, measure.title, False, measure.larger_is_better, chosen)
     return True
-
-
-def _of(names: Sequence[str] | None) -> list[BenchmarkTask]:
-    return [task for task in TASKS.values() if names is None or task.name in names]
 
 
 def _title(task: BenchmarkTask) -> str:

@@ -14,19 +14,15 @@ best setting, with its error relative to the start.
 """
 
 import argparse
+import math
 import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from powergossip import command_line
-from powergossip.compare.groups import Section, sections
-from powergossip.compare.output import (
-    FORMATS,
-    STEM,
-    text,
-    write,
-)
+from powergossip.compare.groups import sections
+from powergossip.compare.output import FIGURES, STEM, TABLES, text, write
 from powergossip.compare.runs import SPLITS, folders, is_run, read
 from powergossip.errors import BadInput
 from powergossip.formatting import visible
@@ -54,24 +50,14 @@ def main(arguments: Sequence[str]) -> None:
             "none of these runs has rows to compare; give runs that have finished an epoch"
         )
     found = sections(runs, options.metric, options.split, warn)
-    wide = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    print(text(found, wide))
+    print(text(found, shutil.get_terminal_size().columns if sys.stdout.isatty() else math.inf))
+    written: list[Path] = []
     try:
-        _write_all(found, targets)
+        for path in targets:
+            written += write(found, path, [file.name for file in written])
     except OSError as error:
         raise BadInput(f"--output={options.output}: {error.strerror or error}") from error
-
-
-def _write_all(found: Sequence[Section], targets: Sequence[tuple[Path, str]]) -> None:
-    """Write the files, figures first, and print their names."""
-    written: list[Path] = []
-    for path, form in sorted(targets, key=lambda target: target[1] not in ("svg", "png", "pdf")):
-        linked = [file.name for file in written if file.suffix in (".svg", ".png")]
-        written += write(found, path, form, linked[: len(found)])
-    if written:
-        print()
-    for file in written:
-        print(file)
+    print("".join(f"\n{file}" for file in written), end="\n" if written else "")
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -81,30 +67,30 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("runs", nargs="*", metavar="RUN", help="output folders, or quoted patterns such as 'a/*'")
     add("--metric", metavar="NAME", help="name of rows, by default the main metric of the task")
     add("--split", default="test", choices=SPLITS, help="data of the metric (test)")
-    add("--output", metavar="PATH", help=f"a file ({', '.join(FORMATS)}) or a folder for files")
+    formats = ", ".join(TABLES + FIGURES)
+    add("--output", metavar="PATH", help=f"a file ({formats}) or a folder for files")
     options = command_line.parsed(parser, arguments)
     if not options.runs:
         raise BadInput("give one or more folders of runs, such as output/*")
     return options
 
 
-def _targets(output: str | None) -> list[tuple[Path, str]]:
-    """The files to write, with their formats. Raises BadInput."""
+def _targets(output: str | None) -> list[Path]:
+    """The files to write, figures first, which a table links to. Raises BadInput."""
     if output is None:
         return []
     path = Path(output)
-    form = FORMATS.get(path.suffix.lower())
-    if form is not None:
+    if path.suffix.lower() in TABLES + FIGURES:
         if path.is_dir():
             raise BadInput(f"--output={output} is a folder; give the name of a file")
-        return [(path, form)]
+        return [path]
     other = path.suffix[1:].isalpha() and not path.exists()  # ring-0.1 is a folder
     if other or (path.exists() and not path.is_dir()):
         raise BadInput(f"--output={output}: use a folder, or a file that ends in "
-                       f"{', '.join(FORMATS)}")  # fmt: skip
+                       f"{', '.join(TABLES + FIGURES)}")  # fmt: skip
     if is_run(path):
         raise BadInput(f"--output={output} is a run; give another folder")
-    return [(path / f"{STEM}{suffix}", FORMATS[suffix]) for suffix in (".md", ".svg")]
+    return [path / f"{STEM}.svg", path / f"{STEM}.md"]
 
 
 def command() -> None:

@@ -169,14 +169,19 @@ class Section:
                   for value in curve["value"] if math.isfinite(value)]  # fmt: skip
         return bool(values) and min(values) > 0 and max(values) >= 100 * min(values)
 
-    def results(self) -> list[list[str]]:
-        """Return the measured cells, [line][cell], the header first, without empty columns."""
+    def table(self) -> list[list[str]]:
+        """Return the cells, [line][cell], the header first: name, keys that differ, results.
+
+        Empty columns are left out.
+        """
         places = 2 if self.metric.name in PERCENT else None
         several = any(len(group.runs) > 1 for group in self.groups)
         complete = all(group.state == "complete" for group in self.groups)
-        header = ["final", "worst worker", "best", "its worst worker", "MB sent", "seconds"]
+        results = ["final", "worst worker", "best", "its worst worker", "MB sent", "seconds"]
         lines = [
             [
+                group.name,
+                *(_text(group.differs[key]) if key in group.differs else "" for key in self.keys),
                 "diverged" if group.diverged else _cell(group.final("value"), places),
                 "" if group.diverged else _cell(group.final("worst"), places),
                 _cell(group.best("value"), places),
@@ -188,24 +193,8 @@ class Section:
             ]
             for group in self.groups
         ]
-        return formatting.without_empty_columns([[*header, "runs", "state"], *lines])
-
-    def settings(self) -> list[list[str]]:
-        """Return the cells of the keys that differ, [line][cell], the header first."""
-        cells = [
-            [_text(group.differs[key]) if key in group.differs else "" for key in self.keys]
-            for group in self.groups
-        ]
-        return [self.keys, *cells]
-
-    def names(self) -> list[str]:
-        """Return the cells with the names of runs, the header first."""
-        return ["run", *(group.name for group in self.groups)]
-
-    def table(self) -> list[list[str]]:
-        """Return all cells, [line][cell], the header first: name, keys that differ, results."""
-        parts = zip(self.names(), self.settings(), self.results(), strict=True)
-        return [[name, *keys, *cells] for name, keys, cells in parts]
+        header = ["run", *self.keys, *results, "runs", "state"]
+        return formatting.without_empty_columns([header, *lines])
 
     def note(self) -> str:
         """The meaning of the columns, in a sentence or two."""
@@ -247,7 +236,7 @@ def sections(
     """
     by_metric: dict[Metric, list[Run]] = {}
     for run in sorted(runs, key=lambda run: run.rows.empty):  # those that diverged at once are last
-        name = metric or run.main_metric()
+        name = metric or run.recorded_metric.get("name")
         found = name and run.metric(name, split)
         if run.rows.empty:
             found = next((other for other in by_metric if name in (None, other.name)), None)

@@ -1,6 +1,7 @@
 """Files of a comparison: tables as text and Markdown, figures."""
 
 import html
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -8,28 +9,15 @@ from powergossip import formatting
 from powergossip.compare.groups import DIVERGED, Section
 from powergossip.runs import figures
 
-FORMATS = {  # suffix of a file → format
-    ".txt": "text",
-    ".md": "markdown",
-    ".svg": "svg",
-    ".png": "png",
-    ".pdf": "pdf",
-}
+TABLES, FIGURES = (".txt", ".md"), (".svg", ".png", ".pdf")  # suffixes of files
 STEM = "compared"  # of the files in a folder
 
 
-def text(found: Sequence[Section], width: int | None = None) -> str:
-    """Return the tables as plain text. Where one is wider than `width`, it becomes two."""
-    parts = []
-    for section in found:
-        whole = formatting.plain(section.table())
-        if width is not None and section.keys and max(map(len, whole.splitlines())) > width:
-            names = section.names()
-            results = [[name, *c] for name, c in zip(names, section.results(), strict=True)]
-            settings = [[name, *c] for name, c in zip(names, section.settings(), strict=True)]
-            whole = f"{formatting.plain(results)}\n\n{formatting.plain(settings)}"
-        parts.append(f"{section.note()}\n\n{whole}")
-    return "\n\n".join(parts)
+def text(found: Sequence[Section], width: float = math.inf) -> str:
+    """Return the tables as plain text. Columns beyond the width follow below."""
+    return "\n\n".join(
+        f"{section.note()}\n\n{formatting.plain(section.table(), width)}" for section in found
+    )
 
 
 def markdown(found: Sequence[Section], figure_files: Sequence[str] = ()) -> str:
@@ -47,28 +35,27 @@ def markdown(found: Sequence[Section], figure_files: Sequence[str] = ()) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def write(
-    found: Sequence[Section], path: Path, form: str, linked: Sequence[str] = ()
-) -> list[Path]:
-    """Write a file of this format. Returns the files: figures of several metrics have one each."""
+def write(found: Sequence[Section], path: Path, linked: Sequence[str] = ()) -> list[Path]:
+    """Write a file in the format of its suffix.
+
+    Returns the files: figures of several metrics have one each.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    if form == "text":
-        path.write_text(text(found) + "\n")
-    elif form == "markdown":
-        path.write_text(markdown(found, linked))
-    else:
-        files = _figure_files(found, path)
-        for section, file in zip(found, files, strict=True):
-            figures.side_by_side(
-                section.bands(),
-                file,
-                section.metric.label,
-                step=section.metric.step,
-                log_y=section.logarithmic(),
-                ending=DIVERGED,
-            )
-        return files
-    return [path]
+    suffix = path.suffix.lower()
+    if suffix in TABLES:
+        path.write_text(text(found) + "\n" if suffix == ".txt" else markdown(found, linked))
+        return [path]
+    files = _figure_files(found, path)
+    for section, file in zip(found, files, strict=True):
+        figures.side_by_side(
+            section.bands(),
+            file,
+            section.metric.label,
+            step=section.metric.step,
+            log_y=section.logarithmic(),
+            ending=DIVERGED,
+        )
+    return files
 
 
 def _figure_files(found: Sequence[Section], path: Path) -> list[Path]:

@@ -2,7 +2,6 @@
 
 import glob
 import json
-import math
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -82,53 +81,31 @@ class Run:
         """The last epoch, or step of gossip_run.py, that has rows. 0 without rows."""
         return float(self.rows["epoch"].max()) if len(self.rows) else 0.0
 
-    @cached_property
-    def total(self) -> float:
-        """The number of epochs, or of steps, of the complete run. NaN if it is unknown."""
-        progress = self.info.get("state.progress")
-        if self.sweep:
-            return self.last if progress is None or progress >= 1 else math.nan
-        epochs = self.config.get("num_epochs")
-        return float(epochs) if isinstance(epochs, (int, float)) else math.nan
-
     @property
     def complete(self) -> bool:
-        if self.diverged:
-            return False
-        progress = self.info.get("state.progress")
-        return bool(progress >= 1) if progress is not None else self.last >= self.total
+        return not self.diverged and bool(self.info.get("state.progress", 0) >= 1)
 
     @property
     def state(self) -> str:
         """The state in words."""
         if self.complete:
             return "complete"
-        of = "" if math.isnan(self.total) else f" of {self.total:g}"
+        epochs = self.config.get("num_epochs")
+        of = f" of {epochs:g}" if isinstance(epochs, (int, float)) else ""
         unit = "step" if self.sweep else "epoch"
         return f"{'diverged after ' if self.diverged else ''}{unit} {self.last:g}{of}"
 
-    def main_metric(self) -> str | None:
-        """The name of the metric that tells how good the run is.
-
-        The one recorded in info.json. Otherwise perplexity, which only language models have, before
-        accuracy, before cross entropy, before others. None without rows that have the tag split.
-        """
+    @cached_property
+    def recorded_metric(self) -> Mapping[str, Any]:
+        """The keys `name` and `larger_is_better` of the metric that tells how good the run is."""
         if self.sweep:
-            return "error"
-        recorded = self.info.get("metric")
-        if isinstance(recorded, Mapping) and "name" in recorded:
-            return str(recorded["name"])
-        if "split" in self.rows:
-            names = list(dict.fromkeys(self.rows["name"][self.rows["split"].notna()]))
-            for name in ("perplexity", "accuracy", "cross_entropy", *names):
-                if name in names:
-                    return name
-        return None
+            return {"name": "error", "larger_is_better": False}
+        found = self.info.get("metric")
+        return found if isinstance(found, Mapping) else {}
 
     def larger_is_better(self, name: str) -> bool:
-        recorded = self.info.get("metric")
-        if isinstance(recorded, Mapping) and recorded.get("name") == name:
-            return bool(recorded.get("larger_is_better", True))
+        if self.recorded_metric.get("name") == name:
+            return bool(self.recorded_metric.get("larger_is_better", True))
         name = name.lower()
         words = {*re.split(r"[^a-z]+", name)}
         return not (words & SMALLER_WORDS or any(part in name for part in SMALLER_IS_BETTER))
@@ -167,16 +144,12 @@ class Run:
                     "a metric with one, or with the tag split"
                 )
         else:
-            workers = metrics.select_rows(
-                self.rows, metric.name, split=WORKERS.get(metric.split, metric.split)
-            )
-            for found in (
-                metrics.select_rows(self.rows, metric.name, split=f"{metric.split}_avg"),
-                workers,
-                metrics.select_rows(self.rows, metric.name, split=metric.split),
-            ):
+            split = metric.split
+            of_workers = WORKERS.get(split, split)
+            workers = metrics.select_rows(self.rows, metric.name, split=of_workers)
+            for tag in (f"{split}_avg", of_workers, split):
                 if rows.empty:
-                    rows = found
+                    rows = metrics.select_rows(self.rows, metric.name, split=tag)
             if "worker" in workers:
                 workers = workers[workers["worker"].notna()]
         scale = 100.0 if metric.name in PERCENT else 1.0
@@ -220,19 +193,10 @@ def read(folder: Path | str, warn: Warn = lambda text: None) -> list[Run]:
         warn(f"{path} has no config.yaml; its keys are unknown")
     if "algorithm" in rows and (rows["name"] == "error").any():
         return _algorithms(str(path), config, info, rows)
-    return [Run(str(path), _in_effect(config, info), info, rows, diverged=diverged)]
-
-
-def _in_effect(config: Mapping[str, Any], info: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration with the rates in effect: a default diffusion rate, one after warm-up."""
-    found, rate = dict(config), config.get("learning_rate")
-    used = info.get("diffusion_rate")
-    if "optimizer_diffusion_rate" in config and used is not None:
-        found["optimizer_diffusion_rate"] = float(f"{used:.4g}")
-    factor = config.get("distributed_lr_warmup_factor") or 1.0
-    if rate and config.get("distributed_lr_warmup_epoch") and factor != 1:
-        found["learning_rate"] = f"{rate:g} to {rate * factor:g}"
-    return found
+    rate = info.get("diffusion_rate")
+    if "optimizer_diffusion_rate" in config and rate is not None:  # the one in effect
+        config["optimizer_diffusion_rate"] = float(f"{rate:.4g}")
+    return [Run(str(path), config, info, rows, diverged=diverged)]
 
 
 def _algorithms(

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO
 
 GUARD = Path(__file__).resolve().with_name("guard.py")
 PACKAGES = GUARD.parents[2]
@@ -35,18 +35,6 @@ class Job:
     log: Path
     folder: Path
     name: str
-
-
-class Launcher(Protocol):
-    def check(self) -> None:
-        """Raise BadInput if this launcher cannot be used on this machine."""
-
-    def __call__(self, job: Job) -> int:
-        """Run a job, wait for its end, and return its exit code."""
-
-    def leave(self) -> None:
-        """End the runner (Ctrl-C). Jobs on this machine are ended as well, and Slurm jobs continue.
-        The calls that wait for jobs return. The start of another job raises KeyboardInterrupt."""
 
 
 class CannotRun(Exception):

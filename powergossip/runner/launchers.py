@@ -36,6 +36,7 @@ import subprocess
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -47,7 +48,6 @@ from powergossip.runner.jobs import (
     SLURM,
     CannotRun,
     Job,
-    Launcher,
     alone,
     environment,
     failed,
@@ -60,10 +60,11 @@ from powergossip.runner.jobs import (
 STOP = signal.SIGUSR1
 
 
-class _Here:
-    """A launcher for this machine. `leave`, called in another thread, ends all its jobs."""
+class Launcher(ABC):
+    """A launcher for this machine."""
 
     stop = STOP  # the signal that ends a job
+    needs, otherwise = "", ""  # a program, and what to do without it
 
     def __init__(self, patience: float = 60.0):
         """patience: seconds to wait for the end of an earlier start of a job"""
@@ -73,13 +74,23 @@ class _Here:
         self._changing = threading.Lock()
 
     def leave(self) -> None:
+        """End the runner (Ctrl-C), in another thread. Jobs on this machine are ended as well, and
+        Slurm jobs continue. The calls that wait for jobs return. The start of another job raises
+        KeyboardInterrupt."""
         with self._changing:
             self._leaving = True
             for process in self._running:
                 process.send_signal(self.stop)
 
     def check(self) -> None:
-        """See `Launcher`. A launcher that needs no other program can always be used."""
+        """Raise BadInput if this launcher cannot be used on this machine."""
+        if self.needs and not shutil.which(self.needs):
+            name = type(self).__name__.lower()
+            raise BadInput(f"--launcher {name}: there is no {self.needs} on PATH; {self.otherwise}")
+
+    @abstractmethod
+    def __call__(self, job: Job) -> int:
+        """Run a job, wait for its end, and return its exit code."""
 
     def _run_by(self, starter: Sequence[str], job: Job) -> int:
         """Run a job by mpirun or torchrun, or the command alone. They close inherited files, so
@@ -148,21 +159,17 @@ class _Here:
                 self._running.remove(process)
 
 
-class Mpirun(_Here):
+class Mpirun(Launcher):
     """`mpirun -np N`, or the command alone for one process; each process has one thread."""
 
-    def check(self) -> None:
-        if not shutil.which("mpirun"):
-            raise BadInput(
-                "--launcher mpirun: there is no mpirun on PATH; activate the environment made by "
-                "setup.sh, or use --launcher process"
-            )
+    needs = "mpirun"
+    otherwise = "activate the environment made by setup.sh, or use --launcher process"
 
     def __call__(self, job: Job) -> int:
         return self._run_by(mpirun_command(job.processes), job)
 
 
-class Torchrun(_Here):
+class Torchrun(Launcher):
     """`torchrun --nproc-per-node N`, or the command alone for one process; each process has one
     thread. It forwards SIGTERM, but not SIGUSR1, and waits for 30 seconds."""
 
@@ -176,7 +183,7 @@ class Torchrun(_Here):
         return self._run_by(torchrun, job)
 
 
-class OneProcess(_Here):
+class OneProcess(Launcher):
     """n_workers=N at the end of the command, unless it has n_workers= itself. No MPI."""
 
     def __call__(self, job: Job) -> int:
@@ -186,7 +193,7 @@ class OneProcess(_Here):
         return self._run(job, command, command)
 
 
-class Slurm(_Here):
+class Slurm(Launcher):
     """`sbatch --wait` with N tasks. Slurm chooses the nodes, and runs jobs of one name, that of the
     run, one after the other.
 
@@ -195,13 +202,7 @@ class Slurm(_Here):
     """
 
     stop = signal.SIGTERM  # the waiting sbatch ends, and the job continues
-
-    def check(self) -> None:
-        if not shutil.which("sbatch"):
-            raise BadInput(
-                "--launcher slurm: there is no sbatch on PATH; run this on a cluster, or use "
-                "another --launcher"
-            )
+    needs, otherwise = "sbatch", "run this on a cluster, or use another --launcher"
 
     def _check_folder(self, folder: Path) -> None:
         (folder / SLURM).write_text("")

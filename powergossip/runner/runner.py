@@ -30,8 +30,8 @@ import yaml
 
 from powergossip.atomic_files import write_atomically
 from powergossip.errors import BadInput
-from powergossip.runner.jobs import Job, Launcher, last_output
-from powergossip.runner.launchers import LAUNCHERS, STOP
+from powergossip.runner.jobs import Job, last_output, mpirun_command
+from powergossip.runner.launchers import LAUNCHERS, STOP, Launcher
 from powergossip.runs import metrics
 
 if TYPE_CHECKING:
@@ -85,8 +85,7 @@ class Run:
     @property
     def command(self) -> list[str]:
         """The command on this machine, without the output folder."""
-        mpirun = ["mpirun", "-np", str(self.launched)]
-        return [*(mpirun if self.launched > 1 else []), *self.program]
+        return [*mpirun_command(self.launched), *self.program]
 
     def cores(self, available: int) -> int:
         """Return the cores reserved for the run."""

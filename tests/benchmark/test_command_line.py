@@ -6,16 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import Tensor
 
-from powergossip.algorithms import AVERAGING
 from powergossip.benchmark import command_line, entries, entry_runs, page, results
 from powergossip.benchmark.tasks import FULL, QUICK, TASKS, Values
 from powergossip.errors import BadInput
-from powergossip.network import ToAll
 from powergossip.runner import runner
 from tests.harness import launch
-from tests.harness.benchmarking import Half, written
+from tests.harness.benchmarking import written
 
 OUTPUT = command_line.OUTPUT
 
@@ -151,16 +148,3 @@ def test_what_a_file_may_do(source: str, tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_wrong_graph_is_rejected(task: str, values: Values) -> None:
     with pytest.raises(BadInput, match=r'is rejected|topology "rnig" is unknown'):
         entry_runs.check(TASKS[task], QUICK, {"optimizer": "dpsgd", **values})
-
-
-def test_an_averaging_rule_changes_x_for_a_learning_rule_too(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    class Mine(Half):
-        def step(self, x: Tensor) -> Any:
-            x = (yield ToAll(x)).mean(1)
-
-    monkeypatch.setitem(AVERAGING, "mine", Mine)
-    setting = {"optimizer": "mine", "learning": "quasi-global-momentum"}
-    with pytest.raises(BadInput, match="mine does not change x"):
-        entry_runs.check(TASKS["text_same"], QUICK, setting)

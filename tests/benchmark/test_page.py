@@ -96,6 +96,8 @@ def test_a_page_has_what_was_asked_for(tmp_path: Path) -> None:
     said = written[0].read_text()
     assert "| verdict |" in said
     assert "a: on the front" in said
+    page.write([entry_of("a", result(0.5, diverged=[1]))], tmp_path)
+    assert ".svg" not in written[0].read_text()
 
 
 def test_a_rank_is_one_among_the_entries_of_its_task() -> None:

@@ -7,26 +7,9 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-import train
-from benchmarks import gossip_step, train_step
+from benchmarks import gossip_step
 from powergossip.algorithms import AVERAGING
 from powergossip.errors import BadInput
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("optimizer", ["power-gossip", "all-reduce"])
-def test_a_step_of_training(
-    optimizer: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(train, "config", OmegaConf.structured(train.Config))
-    monkeypatch.setattr(train_step, "ROUNDS", 3)
-    monkeypatch.setattr(train_step, "SECONDS", 0.3)
-    train_step.main([f"optimizer={optimizer}", "task_architecture=MLP", "n_workers=2"])
-    line = json.loads(capsys.readouterr().out)
-    assert (line["optimizer"], line["n_workers"], line["processes"]) == (optimizer, 2, 1)
-    times = [value for key, value in line.items() if key.endswith("_ms")]
-    assert len(times) == 7
-    assert min(times) > 0
 
 
 @pytest.mark.parametrize("algorithm", AVERAGING)

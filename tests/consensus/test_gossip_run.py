@@ -178,56 +178,39 @@ def grid_of(name: str, **changes: Any) -> tuple[list[float], list[float]]:
     return list(dict.fromkeys(rates)), list(dict.fromkeys(thetas))
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_the_default_grid_of_each_algorithm_is_the_published_one(name: str) -> None:
-    """One rate where the published experiment has one."""
-    rates, thetas = grid_of(name)
-    published = np.geomspace(1e-4, 1.308, 20).tolist()
-    one_rate = name.startswith("power_gossip") or ("choco" not in name and "squeeze" not in name)
-    if name == "moniqua":
-        np.testing.assert_allclose(thetas, np.geomspace(0.1, 10, 20))
-    else:
-        assert thetas == [0]
-    if one_rate and name != "moniqua":
-        assert rates == [1.308]
-    else:
-        np.testing.assert_allclose(rates, published)
-
-
 WITHOUT_RATE = {"push_sum", "chebyshev", "finite_time"}
 
 
-@pytest.mark.parametrize("name", sorted(set(ALGORITHMS) - {"moniqua", *WITHOUT_RATE}))
-def test_a_specified_grid_applies_to_every_algorithm_with_a_rate(name: str) -> None:
-    """The published keys, whichever is specified. With one sample it is the smallest rate."""
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_the_grid_of_each_algorithm(name: str) -> None:
+    """By default the published one: one rate where the published experiment has one. The published
+    keys apply to every algorithm with a rate, whichever is specified. With one sample it is the
+    smallest rate."""
+    rates, thetas = grid_of(name)
+    np.testing.assert_allclose(thetas, np.geomspace(0.1, 10, 20) if name == "moniqua" else [0])
+    has_grid = any(part in name for part in ("choco", "squeeze", "moniqua"))
+    np.testing.assert_allclose(rates, np.geomspace(1e-4, 1.308, 20) if has_grid else [1.308])
+    if name in WITHOUT_RATE:
+        return
     low, count = {"hyperparameter_range_min": 0.1}, {"hyperparameter_num_samples": 3}
     high = {"hyperparameter_range_max": 0.4}
-    np.testing.assert_allclose(grid_of(name, **low, **count, **high)[0], [0.1, 0.2, 0.4])
-    np.testing.assert_allclose(grid_of(name, **low, **high)[0], np.geomspace(0.1, 0.4, 20))
-    np.testing.assert_allclose(grid_of(name, **count, **high)[0], np.geomspace(1e-4, 0.4, 3))
-    np.testing.assert_allclose(grid_of(name, **low, hyperparameter_num_samples=1)[0], [0.1])
-    assert grid_of(name, **low, **count, diffusion_rate=0.7)[0] == [0.7]
+    for keys, expected in (
+        (low | count | high, [0.1, 0.2, 0.4]),
+        (low | high, np.geomspace(0.1, 0.4, 20)),
+        (count | high, np.geomspace(1e-4, 0.4, 3)),
+        (low | {"hyperparameter_num_samples": 1}, [0.1]),
+        (low | count | {"diffusion_rate": 0.7}, [0.7]),
+    ):
+        np.testing.assert_allclose(grid_of(name, **keys)[0], expected)
 
 
-def test_a_driver_for_the_published_program_gets_its_grid() -> None:
-    """`moniqua_num_samples`, an addition, is for runs with several algorithms."""
-
-    def settings() -> dict[str, int]:
-        sweep = Sweep(gossip_run.config, processes())
-        return {name: len(found) for name, found in sweep.settings.items()}
-
-    config = gossip_run.config
-    config["algorithm"] = "moniqua"
-    config["hyperparameter_num_samples"] = 3
-    config["theta_num_samples"] = 2
-    assert settings() == {"moniqua": 6}
-    config["algorithm"] = ["moniqua", "sign_choco"]
-    config["moniqua_num_samples"] = 5
-    assert settings() == {"moniqua": 10, "sign_choco": 3}
-    config["algorithm"] = "power_gossip"
-    config["hyperparameter_range_min"] = config["hyperparameter_range_max"]
-    config["hyperparameter_num_samples"] = 1
-    assert settings() == {"power_gossip": 1}
+def test_moniqua_may_have_its_own_number_of_rates() -> None:
+    """`moniqua_num_samples`, an addition to the published keys, is for several algorithms."""
+    keys: Any = {"algorithm": ["moniqua", "sign_choco"], "hyperparameter_num_samples": 3}
+    for own, expected in ((None, 3 * 2), (5, 5 * 2)):
+        sweep = built(**keys, moniqua_num_samples=own)
+        sizes = {name: len(found) for name, found in sweep.settings.items()}
+        assert sizes == {"moniqua": expected, "sign_choco": 3}
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -294,10 +277,13 @@ def test_bits_and_messages_are_those_of_one_setting(
 
 
 @pytest.mark.parametrize("name", ["power_gossip", "randomk_choco", "moniqua"])
-def test_a_seed_repeats_a_run_and_another_does_not(name: str) -> None:
-    """With starting matrices that do not depend on it."""
+def test_a_seed_repeats_a_run_and_another_does_not(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With starting matrices that do not depend on it, added by a script."""
+    monkeypatch.setitem(DATA, "one", lambda c: lambda worker: torch.eye(8).roll(worker))
     first, again, other = (
-        reproducible(gossiped(algorithm=name, data_type="sparse", seed=seed)) for seed in (3, 3, 4)
+        reproducible(gossiped(algorithm=name, data_type="one", seed=seed)) for seed in (3, 3, 4)
     )
     assert first == again
     assert first[0] == other[0]
@@ -323,36 +309,34 @@ def test_variants_of_power_gossip_differ() -> None:
         ("topk_deepsqueeze", "one-peer-exponential"),
     ],
 )
-def test_settings_in_a_batch_are_as_by_themselves(name: str, topology: str) -> None:
+def test_settings_in_a_batch_are_as_by_themselves(
+    name: str, topology: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """To the bit, though some diverge and are removed before the others end.
 
     CHOCO and DeepSqueeze do at the largest γ, Moniqua at the larger θ: its second and last setting.
     """
+    sizes = []
+    step = MatrixBatch.step
+
+    def counted(batch: MatrixBatch) -> None:
+        sizes.append(len(batch.settings))
+        step(batch)
+
+    monkeypatch.setattr(MatrixBatch, "step", counted)
     changes: dict[str, Any] = {"algorithm": name, "topology": topology, **GRID}
     changes |= {"theta_range_min": 0.01, "theta_range_max": 1e3}
     if name != "moniqua":
         changes["hyperparameter_range_max"] = 30.0
     together = gossiped(**changes)
     assert set(together["name"]) == {"error", "diverged"}
+    assert len(sizes) == TINY["num_steps"], "they share their steps"
+    assert sizes[0] > sizes[-1]
     by_twos = by_setting(gossiped(batch_elements=2 * 8 * 64, **changes))
     for (rate, theta), rows in by_setting(together).items():
         assert reproducible(by_twos[rate, theta]) == reproducible(rows)
         alone = by_setting(gossiped(**changes, diffusion_rate=float(rate)))
         assert reproducible(alone[rate, theta]) == reproducible(rows)
-
-
-def test_a_batch_shares_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three settings until one has diverged, at once, then two."""
-    rows_of_x = []
-    step = MatrixBatch.step
-
-    def counted(batch: MatrixBatch) -> None:
-        rows_of_x.append(batch.x.shape[0])
-        step(batch)
-
-    monkeypatch.setattr(MatrixBatch, "step", counted)
-    gossiped(**GRID, algorithm="fp_choco", hyperparameter_range_max=100, num_steps=5)
-    assert rows_of_x == [24, 16, 16, 16, 16]
 
 
 @pytest.mark.parametrize("rate", [3.0, 3e38])  # the second gives infinity
@@ -369,22 +353,10 @@ def test_a_diverged_setting_ends_with_its_step(rate: float) -> None:
 
 
 def test_a_setting_with_nan_has_diverged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Worker 3 of the second of three settings gets one, in step 5."""
-    step, calls = MatrixBatch.step, []
-
-    def breaking(batch: MatrixBatch) -> None:
-        step(batch)
-        calls.append(batch)
-        if len(calls) == 5:
-            batch.x[8 + 3, 7] = float("nan")
-
-    monkeypatch.setattr(MatrixBatch, "step", breaking)
-    first, second, third = by_setting(gossiped(**GRID, algorithm="fp_choco")).values()
-    assert second["name"].tolist() == ["error"] * 5 + ["diverged"]
-    assert second["value"].iloc[-1] == 5
-    for fine in (first, third):
-        assert np.isfinite(fine["value"]).all()
-        assert max(errors(fine)) == 40
+    """Worker 3 of the second of three settings gets one."""
+    monkeypatch.setattr(MatrixBatch, "step", lambda batch: batch.x[8 + 3].fill_(np.nan))
+    rows = gossiped(**GRID, algorithm="fp_choco", num_steps=1)
+    assert rows["name"].tolist() == ["error"] * 4 + ["diverged", "error"]
 
 
 def test_workers_that_agree_from_the_start_do_not_diverge(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -439,11 +411,7 @@ def test_random_data_are_those_of_the_published_seeding() -> None:
     assert torch.equal(start(seed=7, matrix_size=100), torch.stack(expected))
 
 
-def test_other_data_follow_from_them() -> None:
-    random, worker = start(), torch.arange(8)
-    assert torch.equal(start(data_type="offset"), random + worker[:, None, None])
-    assert torch.equal(start(data_type="log-normal"), random.exp())
-    assert torch.equal(start(data_type="sparse").flatten(1), torch.eye(64)[:8])
+def test_low_rank_matrices_have_their_singular_values() -> None:
     low_rank = start(data_type="low-rank")
     singular_values = torch.arange(1.0, 9) ** -2
     torch.testing.assert_close(torch.linalg.svdvals(low_rank), singular_values.expand(8, 8))

@@ -31,7 +31,7 @@ from experiments.compression_pays import EmulatedRun
 from powergossip.errors import BadInput
 from powergossip.network import Processes
 from powergossip.runner import runner
-from powergossip.runner.jobs import Launcher
+from powergossip.runner.launchers import Launcher
 from powergossip.runner.runner import Experiment, Folder, Results, Run, carry_out
 from powergossip.runs import configuration, figures
 from powergossip.training.config_checks import checked
