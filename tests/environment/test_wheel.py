@@ -1,6 +1,5 @@
 """The wheel, and its programs in an environment that has nothing of this checkout."""
 
-import json
 import os
 import shutil
 import subprocess
@@ -176,27 +175,3 @@ def test_an_installation_has_its_own_modules(installed: Path, tmp_path: Path) ->
     assert str(launch.ROOT) not in lines
     files = lines[-len(modules) :]
     assert all(Path(file).is_relative_to(installed) for file in files)
-
-
-needs_compiler = pytest.mark.skipif(not shutil.which("cc"), reason="needs a C compiler")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("compiler", "kind"),
-    [
-        pytest.param("cc", "compiled", marks=needs_compiler),
-        ("none", "torch"),
-    ],
-)
-def test_an_installation_compiles_its_kernels_if_it_can(
-    compiler: str, kind: str, installed: Path, tmp_path: Path
-) -> None:
-    arguments = (
-        "n_workers=2 task_architecture=MLP num_epochs=1 max_steps_per_epoch=2 --output-dir r"
-    )
-    cache = str(tmp_path / "cache")
-    variables = {"CC": compiler, "XDG_CACHE_HOME": cache}
-    run_installed(installed, "powergossip-train", tmp_path, *arguments.split(), **variables)
-    assert json.loads((tmp_path / "r" / "info.json").read_text())["kernels"] == kind
-    assert len([*Path(cache).rglob("kernels-*.so")]) == (kind == "compiled")
