@@ -95,9 +95,7 @@ trackers: extras := wandb
 trackers: setup ## Weights & Biases: test-all leaves its test out without it
 trainers: extras := trainers
 trainers: setup ## accelerate, Lightning and transformers, 190 MB: the same for their examples
-release: extras := release
-release: setup ## build, twine, zizmor: the same for the checks of sdist, wheel and workflows
-trackers trainers release:
+trackers trainers:
 	@$(activate) && python -m pip install --quiet --disable-pip-version-check --no-build-isolation \
 		-c environment/constraints.txt --editable '.[$(extras)]' || \
 	echo "the $@ could not be installed: their tests are left out" >&2

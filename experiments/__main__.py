@@ -16,7 +16,6 @@ import shlex
 import signal
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
@@ -84,25 +83,14 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _list() -> None:
-    """The experiments by paper, with the data that are not found."""
+    """The experiments by paper."""
     width = max(map(len, EXPERIMENTS)) + 2
     of_papers = {*chain.from_iterable(PAPERS.values())}
     others = tuple(name for name in EXPERIMENTS if name not in of_papers)
     for title, names in {**PAPERS, "Questions of this project": others}.items():
         print(f"{title}:")
         for name in names:
-            experiment = EXPERIMENTS[name]
-            print(f"  {name:<{width}}{experiment.title}{_missing(name, experiment)}")
-
-
-def _missing(name: str, experiment: Experiment) -> str:
-    """The task whose data are missing, in brackets, or ""."""
-    for run in next(Folder(name).runs(experiment), []):
-        try:
-            replace(run, values={**run.values, "download": False}).check("mpirun")
-        except BadInput:
-            return f" [missing: the data of {run.values['task']}]"
-    return ""
+            print(f"  {name:<{width}}{EXPERIMENTS[name].title}")
 
 
 def _check(options: argparse.Namespace) -> None:

@@ -7,11 +7,9 @@ Gradient Compression reaches its keep ratio after a warm-up of a fifth of the ep
 """
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from experiments.study import (
     SEEDS,
-    STEP,
     Axes,
     Cases,
     Outcome,
@@ -19,15 +17,12 @@ from experiments.study import (
     grid,
     lines,
     size,
+    step_phases,
     study,
     table,
 )
 from powergossip.formatting import spread
 from powergossip.runner.runner import Experiment, Values
-from powergossip.runs.metrics import last_rows
-
-if TYPE_CHECKING:
-    from pandas import DataFrame
 
 PROCESSES = 8
 
@@ -90,8 +85,8 @@ def report(outcomes: Outcomes, folder: Path) -> str:
         f"{PROCESSES} processes, one worker each, all "
         "methods with the settings of all-reduce. Mean ± standard deviation of "
         f"{len(SEEDS)} seeds. PyTorch's hooks compress after 10 % of the steps, or after the "
-        "warm-up. The time of a step excludes evaluation; all processes share the cores of this "
-        "machine."
+        "warm-up. The time of a step excludes evaluation and the first epoch; all processes share "
+        "the cores of this machine."
     ]
     for task, values in TASKS.items():
         of_task = {(method,): outcomes[task, method] for method in METHODS}
@@ -101,7 +96,7 @@ def report(outcomes: Outcomes, folder: Path) -> str:
             {
                 "accuracy": _accuracy,
                 **size(of_task["all-reduce",], "all-reduce", places=2),
-                "ms per step": lambda o: f"{_milliseconds(o):.1f}",
+                "ms per step": _milliseconds,
             },
             diverged=lambda o: "" if o.ended("accuracy").runs else "diverged",
         )
@@ -119,13 +114,7 @@ def _accuracy(outcome: Outcome) -> str:
     return f"{text} ({diverged} of {len(outcome.runs)} diverged)" if diverged else text
 
 
-def _milliseconds(outcome: Outcome) -> float:
-    """Time of a step without evaluation and checkpoints. A step has one gradient per worker."""
-    ended = outcome.ended("accuracy").rows
-    return sum(map(_milliseconds_of, ended)) / len(ended)
-
-
-def _milliseconds_of(rows: "DataFrame") -> float:
-    end = last_rows(rows, "phase_seconds")
-    steps = float(end[end["phase"] == "gradient"]["instances"].iloc[0])
-    return 1e3 * float(end[end["phase"].isin(STEP)]["value"].sum()) / steps
+def _milliseconds(outcome: Outcome) -> str:
+    """Time of a step after the first epoch, without evaluation and checkpoints."""
+    of_runs = [sum(step_phases(rows).values()) for rows in outcome.ended("accuracy").rows]
+    return f"{1e3 * sum(of_runs) / len(of_runs):.1f}"

@@ -27,7 +27,8 @@ PAGES = sorted(
     if not {"_build", "_generated", "_tutorials", "results"} & set(path.relative_to(DOCS).parts)
 )
 RESULTS = launch.ROOT / "RESULTS.md"
-TEXTS = [*PAGES, RESULTS, launch.ROOT / "README.md", launch.ROOT / "CONTRIBUTING.md"]
+README, PAPER = launch.ROOT / "README.md", launch.ROOT / "paper" / "paper.md"
+TEXTS = [*PAGES, RESULTS, README, launch.ROOT / "CONTRIBUTING.md", PAPER]
 
 
 def name(path: Path) -> str:
@@ -42,7 +43,7 @@ def blocks(path: Path, language: str) -> list[str]:
 
 # --- Code blocks ---------------------------------------------------------------------------------
 
-RUN = [page for page in PAGES if blocks(page, "python")]
+RUN = [page for page in (README, *PAGES) if blocks(page, "python")]
 
 
 @pytest.mark.parametrize("page", RUN, ids=name)
@@ -95,6 +96,8 @@ def test_numbers_of_a_paragraph_are_those_of_the_reports_that_it_links() -> None
         text = re.sub(r":\n\n\|", ":\n|", page.read_text())
         for paragraph in re.split(r"\n\s*\n|\n(?=- |\d\. )", text):
             links = re.findall(r"results/(\w+)/report\.md", paragraph)
+            if page == PAPER:
+                links = re.findall(r"experiments run\s+(\w+)", paragraph)
             reports = "\n".join(map(report, links))
             measured = [float(number) for number in re.findall(r"\d+\.\d+", reports)]
             for number in re.findall(r"(?<![\w.])\d\d+\.\d+", paragraph if links else ""):
@@ -181,6 +184,12 @@ def test_files_that_pages_link_exist() -> None:
             if target.startswith(("_generated/", "_tutorials/")):  # by the build
                 continue
             assert (page.parent / target).exists(), (name(page), target)
+
+
+def test_the_paper_cites_the_works_of_its_bibliography() -> None:
+    keys = re.findall(r"^@\w+\{(\w+),", PAPER.with_suffix(".bib").read_text(), re.M)
+    assert len(set(keys)) == len(keys)
+    assert set(re.findall(r"@(\w+)", PAPER.read_text().split("---\n", 2)[2])) == set(keys)
 
 
 def test_every_extra_is_in_the_page_on_installation() -> None:

@@ -86,7 +86,6 @@ def test_no_page_asks_another_server(site: Path) -> None:
     assert found == []
 
 
-# Names of formats, and pages that are named in a message or comment.
 def test_files_that_a_page_needs_are_in_the_site(site: Path) -> None:
     for page in site.rglob("*.html"):
         if page.is_relative_to(site / "_static"):  # a template of the theme

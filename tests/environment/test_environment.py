@@ -3,15 +3,12 @@
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
-import tomllib
 from itertools import combinations
 from pathlib import Path
 
 import pytest
-import torch
 
 from powergossip import mpi_check
 from powergossip.errors import BadInput
@@ -156,23 +153,6 @@ def test_activation_sets_what_is_unset_and_keeps_what_is_set() -> None:
         assert sum(line.strip().startswith(f"export {variable}=") for line in lines) == 1
 
 
-@pytest.mark.skipif(
-    Path(sys.prefix).parent != ROOT, reason="this Python's environment is not that of setup.sh"
-)
-def test_a_driver_in_another_folder_imports_the_modules(tmp_path: Path) -> None:
-    driver = tmp_path / "driver.py"
-    driver.write_text("import train, topologies\nprint(topologies.__file__)\n")
-    result = run(sys.executable, driver, cwd=tmp_path, PYTHONPATH="")
-    assert result.returncode == 0, result.stderr
-    assert Path(result.stdout.strip()) == ROOT / "topologies.py"
-
-
-def test_every_module_can_be_imported_from_another_folder() -> None:
-    """A module beside pyproject.toml that is not listed there works here and nowhere else."""
-    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    assert set(settings["py-modules"]) == {path.stem for path in ROOT.glob("*.py")}
-
-
 def test_constraints_pin_every_installed_package() -> None:
     """The file has all packages of an installation, also the indirect ones."""
     pins = {
@@ -199,26 +179,8 @@ def test_mpi_check_reports_every_process(processes: int, arguments: list[str]) -
     assert f"ring exchange: correct in {everyone} (cpu memory)" in lines
     assert f"all-reduce: correct in {everyone} (cpu memory)" in lines
     assert lines[-1] == f"MPI works: {everyone} on 1 host"
-    if processes == 4:
-        check_speeds(lines)
-    else:
-        assert "µs" not in result.stdout
-
-
-def check_speeds(lines: list[str]) -> None:
-    """The table of four processes, and the lines below it."""
-    start = lines.index("CPU memory: µs for 8 bytes, MB/s for 4 MiB")
-    assert lines[start + 1].split() == ["processes", "µs", "MB/s"]
-    for expected, line in zip(combinations(range(4), 2), lines[start + 2 :], strict=False):
-        *processes, microseconds, bandwidth = line.split()
-        assert processes == [f"{expected[0]},", str(expected[1])]
-        assert float(microseconds) > 0
-        assert float(bandwidth) > 0
-    assert re.fullmatch(r"on a host \(6 pairs\): .* µs, .* MB/s", lines[start + 8])
-    host = re.escape(socket.gethostname())
-    pair = rf"[0-3] \({host}\) and [0-3] \({host}\)"
-    slowest = rf"slowest: [\d.]+ µs between {pair}, [\d.]+ MB/s between {pair}"
-    assert re.fullmatch(slowest, lines[start + 9])
+    measured = "CPU memory: µs for 8 bytes, MB/s for 4 MiB" in lines
+    assert measured == any(line.startswith("slowest: ") for line in lines) == (processes == 4)
 
 
 def test_mpi_check_names_the_process_with_a_wrong_content(tmp_path: Path) -> None:
@@ -229,12 +191,15 @@ def test_mpi_check_names_the_process_with_a_wrong_content(tmp_path: Path) -> Non
         "from powergossip import mpi_check\n"
         "right = mpi_check.content\n"
         "if mpi_check.MPI.COMM_WORLD.rank == 1:\n"
-        "    mpi_check.content = lambda rank, where: right(rank, where) + (rank == 1)\n"
+        "    mpi_check.content = lambda rank, where: right(rank, where).where(\n"
+        "        right(0, where) < 99_998 + (rank != 1) * 2, float('nan')\n"
+        "    )\n"
         "sys.exit(mpi_check.main())\n"
     )
     result = launch.python(driver, processes=3)
     assert result.returncode == 1
-    assert "process 2: ring exchange: 100000 of 100000 numbers from process 1" in result.stderr
+    found = "2 of 100000 numbers from process 1 are wrong; number 99998 is nan instead of 99999.0"
+    assert f"process 2: ring exchange: {found}" in result.stderr
     assert "process 0: ring exchange" not in result.stderr
     assert "MPI works" not in result.stdout
 
@@ -282,12 +247,3 @@ def test_speeds_are_shown_by_process_and_by_host() -> None:
         "between hosts (2 pairs): 25.0 (24.4 to 25.6) µs, 118 (117 to 118) MB/s",
         "slowest: 25.6 µs between 0 (a) and 2 (b), 117 MB/s between 0 (a) and 2 (b)",
     ]
-
-
-def test_difference_names_the_first_wrong_number() -> None:
-    expected = torch.arange(4.0)
-    assert mpi_check.difference(expected.clone(), expected) is None
-    received = torch.tensor([0.0, 1.0, torch.nan, 5.0])
-    assert mpi_check.difference(received, expected, " from process 3") == (
-        "2 of 4 numbers from process 3 are wrong; number 2 is nan instead of 2.0"
-    )

@@ -1,7 +1,5 @@
-"""environment/slurm/train.sbatch: its response to a signal, with stand-ins for mpirun and Slurm,
-and with the real mpirun."""
+"""environment/slurm/train.sbatch: its response to a signal, with stand-ins for mpirun and Slurm."""
 
-import json
 import os
 import signal
 import subprocess
@@ -11,13 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from powergossip.network import Processes
-from powergossip.runs.checkpoints import Checkpoints
 from tests.harness import launch
 from tests.harness.helpers import executable, wait_until
 
 TEMPLATE = launch.ROOT / "environment" / "slurm" / "train.sbatch"
-ACTIVATE = launch.ROOT / ".venv" / "bin" / "activate"
 STOPPED = 128 + signal.SIGUSR1
 
 
@@ -184,53 +179,3 @@ def test_bad_input_is_one_sentence(
     assert sentence in errors
     assert errors.count("\n") == 1
     assert job.requeued() == []
-
-
-# --- The real train.py ----------------------------------------------------------------------------
-
-needs_venv = pytest.mark.skipif(not ACTIVATE.exists(), reason="environment/setup.sh has not run")
-
-
-def run(epochs: int) -> list[str]:
-    return ["task_architecture=MLP", "log_verbosity=0", f"num_epochs={epochs}"]
-
-
-def has_rows(output: Path) -> bool:
-    """Whether an epoch is over."""
-    rows = output / "metrics.jsonl"
-    return rows.exists() and rows.stat().st_size > 0
-
-
-def last_step(output: Path) -> int:
-    """The step of the last checkpoint."""
-    entry = Checkpoints(output, Processes()).describe()
-    assert entry is not None
-    return int(entry["step"])
-
-
-@pytest.mark.slow
-@needs_venv
-def test_mpirun_passes_the_signal_on_and_the_run_resumes(job: Job, tmp_path: Path) -> None:
-    (job.folder / "bin" / "mpirun").unlink()
-    output = tmp_path / "output"
-    variables = {
-        "SLURM_SUBMIT_DIR": str(launch.ROOT),
-        "OUTPUT_DIR": str(output),
-        "OMP_NUM_THREADS": "1",
-    }
-    with launch.one_mpirun_at_a_time():
-        with job.start(*run(epochs=500), **variables) as started:
-            wait_until(lambda: has_rows(output), 120)
-            started.send_signal(signal.SIGUSR1)
-            _, errors = started.communicate(timeout=120)
-        assert started.returncode == STOPPED, errors
-        assert "SIGUSR1" in errors
-        assert job.requeued() == ["requeue 17"]
-
-        step = last_step(output)
-        steps = json.loads((output / "info.json").read_text())["steps_per_epoch"]
-        with job.start(*run(epochs=step // steps + 1), **variables) as started:
-            _, errors = started.communicate(timeout=120)
-    assert started.returncode == 0, errors
-    assert last_step(output) == (step // steps + 1) * steps
-    assert job.requeued() == ["requeue 17"]

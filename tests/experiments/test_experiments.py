@@ -22,7 +22,6 @@ import gossip_run
 import train
 from experiments import (
     EXPERIMENTS,
-    consensus,
     results,
     study,
     tuned_methods,
@@ -469,23 +468,6 @@ def test_configurations_are_accepted(name: str) -> None:
         else:
             gossip_run.checked(config, processes)
     assert len({run.identity for run in first}) == len(first)
-
-
-@pytest.mark.usefixtures("forked")
-def test_consensus_from_the_run_to_the_table(tmp_path: Path) -> None:
-    few = {"num_steps": 60}
-    parts = [("uncompressed", "chebyshev"), ("power_gossip",)]
-    experiment = consensus.experiment("who agrees", {"lfw": few, "low-rank": few}, parts)
-    folder = Folder("consensus", tmp_path)
-    assert carry_out(experiment, folder, 2) == []
-    text = experiment.report(folder.results, tmp_path)
-    assert "\n\n## Photographs of faces, 25 × 25\n\nErrors are relative" in text
-    for kind in ("lfw", "low-rank"):
-        (line,) = (line for line in cells(tmp_path, kind) if line[0] == "uncompressed")
-        # 0.744521^(2 · 12) < 1e-3, and not every step has a row
-        assert 5 <= int(line[2]) <= 20
-    assert "](lfw.svg)" in text
-    assert "power_gossip" in (tmp_path / "low-rank.svg").read_text()
 
 
 @pytest.mark.usefixtures("forked")

@@ -179,14 +179,6 @@ def test_a_launcher_starts_the_given_number_of_processes(name: str, tmp_path: Pa
     assert f" {text} {sys.executable} -c " in job.log.read_text()
 
 
-def test_a_launcher_can_be_called_in_many_threads(tmp_path: Path) -> None:
-    jobs = [shell(tmp_path / str(code), f"echo I am {code}; exit {code}") for code in range(12)]
-    with ThreadPoolExecutor(6) as pool:
-        codes = list(pool.map(OneProcess(), jobs))
-    assert codes == list(range(12))
-    assert [output(job) for job in jobs] == [[f"I am {code}"] for code in range(12)]
-
-
 def test_a_launcher_without_its_program_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
