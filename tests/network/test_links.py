@@ -12,6 +12,7 @@ import torch
 from mpi4py import MPI
 
 from powergossip import ulfm
+from powergossip.network.resilient import messages
 from powergossip.network.resilient.links import LOST, Links
 from tests.harness import internet, launch
 
@@ -73,11 +74,13 @@ def test_machines_with_a_ticket_have_the_same_messages_and_operations() -> None:
 
 
 @pytest.mark.parallel(2)
-def test_messages_longer_than_those_of_mpi_are_sent_in_parts() -> None:
-    links = Links(MPI.COMM_WORLD, [0, 1], longest=1000)
-    exchanged(links, 968, messages=2)
-    exchanged(links, 969, messages=2)
-    exchanged(links, 12_345, messages=2)
+def test_messages_longer_than_those_of_mpi_are_sent_in_parts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(messages, "LONGEST", 1000)
+    links = Links(MPI.COMM_WORLD, [0, 1])
+    for elements in (968, 969, 12_345):
+        exchanged(links, elements, messages=2)
     links.finish()
 
 
