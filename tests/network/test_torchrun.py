@@ -446,8 +446,7 @@ def all_kinds(network: Network) -> Conversation:
 
 
 @pytest.mark.parallel([2, 4])
-@pytest.mark.parametrize("hosted", [1, 2])
-@pytest.mark.parametrize("kind", ["gloo", "nccl"])
+@pytest.mark.parametrize(("hosted", "kind"), [(1, "gloo"), (2, "nccl")])
 def test_batches_have_one_global_order(
     hosted: int, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
