@@ -60,7 +60,6 @@ def _exchange(
     tag: int,
     outgoing: Sequence[Tensor],
     incoming: Sequence[Tensor],
-    once: bool = False,
 ) -> Requests:
     """Requests for the exchange of one tensor with every other process.
 
@@ -75,7 +74,7 @@ def _exchange(
         processes = ((comm.rank + direction * step) % comm.size for step in range(1, comm.size))
         return [(process, tensors[process]) for process in processes]
 
-    return channel.requests(others(-1, incoming), others(1, outgoing), tag, once)
+    return channel.requests(others(-1, incoming), others(1, outgoing), tag)
 
 
 # Elements of a sum per block. On a CPU, a block fits in the caches.
@@ -262,9 +261,7 @@ class Gathering(Transport):
             return
         if connection.waits_for_kernels:
             torch.cuda.current_stream().synchronize()
-        self._collective = _Collective(
-            iter([_exchange(connection, 0, [own] * comm.size, parts, once=True)])
-        )
+        self._collective = _Collective(iter([_exchange(connection, 0, [own] * comm.size, parts)]))
 
     def has_arrived(self) -> bool:
         return self._collective is None or self._collective.is_done()

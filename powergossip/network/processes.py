@@ -79,10 +79,8 @@ class Channel(Protocol):
     direct: bool
     stream_ordered: bool
 
-    def requests(
-        self, incoming: Pieces, outgoing: Pieces, tag: int = 0, once: bool = False
-    ) -> Requests:
-        """Requests for these tensors, which are contiguous. `once`: they are started only once."""
+    def requests(self, incoming: Pieces, outgoing: Pieces, tag: int = 0) -> Requests:
+        """Requests for these tensors, which are contiguous."""
 
 
 class Processes:

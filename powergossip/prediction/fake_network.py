@@ -44,9 +44,7 @@ class Noise:
         self.seconds = 0.0
         self._values = torch.randn(2**16, generator=torch.Generator().manual_seed(0))
 
-    def requests(
-        self, incoming: Pieces, outgoing: Pieces, tag: int = 0, once: bool = False
-    ) -> Requests:
+    def requests(self, incoming: Pieces, outgoing: Pieces, tag: int = 0) -> Requests:
         return _Arrival(self, [tensor for _, tensor in incoming])
 
     def fill(self, tensor: Tensor) -> None:

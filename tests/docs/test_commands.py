@@ -33,7 +33,6 @@ ELSEWHERE = {
     "tests/harness/dry_run.py": "started here",
     "tests/harness/failing.py": "started by a test, with a plan",
     "tests/harness/forks.py": "started by every test that starts a program",
-    "tests/harness/killed.py": "started by a test, and dies",
     "tests/harness/surviving.py": "started by a test, and processes of it die",
     "tests.harness.laws": "has no arguments, and computes for minutes",
 }

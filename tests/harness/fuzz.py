@@ -1,10 +1,7 @@
 """Random scenarios: deaths, stops, joins, delays, losses, and a resume at a random step.
 
-    python -m tests.harness.fuzz --seconds 600         new seeds, for that long
-    python -m tests.harness.fuzz --seeds 0:100         these seeds
-    python -m tests.harness.fuzz --drivers processes   real processes only, not the virtual clock,
-                                                       nor machines that meet with a ticket
-    python -m tests.harness.fuzz --case FILE           a case again
+    python -m tests.harness.fuzz --seconds 600    new ones, for that long
+    python -m tests.harness.fuzz --case FILE      a case again
 
 A case with a fault is written to a file, which repeats it. The exit code is then 1.
 """
@@ -18,7 +15,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import count
 from pathlib import Path
 
 from tests.harness import fuzz_machines, fuzz_processes, fuzz_virtual, launch
@@ -61,57 +57,38 @@ def _limited(seconds: int) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def _cases(given: argparse.Namespace) -> Iterator[tuple[int, str]]:
-    for seed in given.seeds or count(int(time.time())):
-        for driver in given.drivers:
-            yield seed, driver
-
-
-def _seeds(text: str) -> range:
-    first, _, last = text.partition(":")
-    return range(int(first), int(last or int(first) + 1))
+def carried_out(seed: int, driver: str) -> str:
+    """The outcome of a new case. One with a fault is written to a file and printed."""
+    case = draw(seed, driver)
+    found, text = outcome(case)
+    if text is not None:
+        file = FOLDER / f"{driver}-{seed}.yaml"
+        case.write(file)
+        print(f"{text}python -m tests.harness.fuzz --case {file}\n", flush=True)
+    return f"{driver}: {found}"
 
 
 def main() -> None:
-    """Run the cases of the command line."""
+    """Run the case of the command line, or new ones, of all drivers in turn."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--seconds", type=float, help="how long, without --seeds 60")
-    parser.add_argument("--seeds", type=_seeds, help="A:B, those from A to B − 1")
+    parser.add_argument("--seconds", type=float, default=60, help="how long")
     parser.add_argument("--case", type=Path, help="a file of a case")
-    parser.add_argument("--folder", type=Path, default=FOLDER, help="of cases with a fault")
-    parser.add_argument("--drivers", nargs="+", choices=DRIVERS, default=list(DRIVERS))
     given = parser.parse_args()
+    start, outcomes = time.monotonic(), Counter[str]()
     try:
-        failed = _repeated(given.case) if given.case is not None else _drawn(given)
+        if given.case is not None:
+            found, text = outcome(read(given.case))
+            print(text or found)
+            sys.exit(text is not None)
+        seed = int(time.time())
+        while time.monotonic() - start < given.seconds:
+            outcomes.update(carried_out(seed, driver) for driver in DRIVERS)
+            seed += 1
     finally:
         launch.end_fork_server()
-    sys.exit(failed)
-
-
-def _repeated(file: Path) -> bool:
-    found, text = outcome(read(file))
-    print(text or found)
-    return text is not None
-
-
-def _drawn(given: argparse.Namespace) -> bool:
-    """Run cases of new or given seeds, of all drivers in turn. Returns whether there is a fault."""
-    if given.seeds is None and given.seconds is None:
-        given.seconds = 60.0
-    start, outcomes = time.monotonic(), Counter[str]()
-    for seed, driver in _cases(given):
-        if given.seconds is not None and time.monotonic() - start > given.seconds:
-            break
-        case = draw(seed, driver)
-        found, text = outcome(case)
-        outcomes[f"{driver}: {found}"] += 1
-        if text is not None:
-            file = given.folder / f"{driver}-{seed}.yaml"
-            case.write(file)
-            print(f"{text}python -m tests.harness.fuzz --case {file}\n", flush=True)
     listed = ", ".join(f"{n} {name}" for name, n in sorted(outcomes.items()))
     print(f"{outcomes.total()} cases in {time.monotonic() - start:.0f} s: {listed}")
-    return any(name.endswith("fault") for name in outcomes)
+    sys.exit(any(name.endswith("fault") for name in outcomes))
 
 
 if __name__ == "__main__":

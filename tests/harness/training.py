@@ -2,14 +2,17 @@
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pandas as pd
 import pytest
+import torch
 from omegaconf import OmegaConf
 
 import train
 from powergossip.network import Processes, processes
 from powergossip.runs.metrics import Hooks
+from powergossip.training import recorder
 from powergossip.training.config_checks import checked
 from powergossip.training.trainer import Trainer
 
@@ -103,3 +106,18 @@ def main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> list[dict[str, Any
         patch.setattr(train, "log_metric", log_metric)
         train.main(list(arguments))
     return rows
+
+
+def run(folder: Path, changes: dict[str, Any]) -> None:
+    """Run `train` in this process. Its configuration stays as it was for later tests."""
+    torch.set_num_threads(1)
+    config = OmegaConf.structured(train.Config)
+    for key, value in changes.items():
+        config[key] = value
+    # A table and a figure take twice as long as these runs.
+    with (
+        patch.object(train, "config", config),
+        patch.object(train, "output_dir", str(folder)),
+        patch.object(recorder, "report"),
+    ):
+        train.main()

@@ -169,6 +169,12 @@ async def replay(victim: Victim) -> None:
         assert attacker is first, "a recorded handshake was accepted"
 
 
+async def other_version(victim: Victim) -> None:
+    stream = await (await Attacker.call(victim)).connection.open_bi()
+    await stream.send().write_all(b"0001" + bytes(32))
+    await stream.recv().read_exact(32)
+
+
 async def truncated(victim: Victim) -> None:
     stream = await (await Attacker.call(victim)).connection.open_bi()
     await stream.send().write_all(VERSION + b"r" * 31)
@@ -209,7 +215,8 @@ async def half_open(victim: Victim) -> None:
     assert 0 < sum(isinstance(caller, Attacker) for caller in callers) <= 8
 
 
-STRANGERS = [wrong_protocol, wrong_secret, replay, truncated, garbage, flood, datagrams, half_open]
+STRANGERS = [wrong_protocol, wrong_secret, replay, other_version, truncated, garbage, flood]
+STRANGERS += [datagrams, half_open]
 
 
 def test_strangers_take_no_part(victim: Victim, member: Node) -> None:
@@ -229,8 +236,9 @@ def test_strangers_take_no_part(victim: Victim, member: Node) -> None:
     assert after - before < GROWTH
     assert files_after <= files + 2
     lines = victim.log.read_text().splitlines()
-    assert lines
     assert all(", the last one: " in line for line in lines)
+    for reason in ("another secret", "another version of this package", "too many bytes"):
+        assert any(reason in line for line in lines), lines
 
 
 async def entered(victim: Victim) -> Attacker:
@@ -315,6 +323,9 @@ def text(json_text: str, *rest: bytes) -> bytes:
         text('{"array": ["float32", 0, 9223372036854775808]}'),
         text('{"array": ["float32", -1]}', b"\0" * 4),
         text('{"array": ["float32", true]}', b"\0" * 4),
+        text('{"array": ["float32", "1"]}', b"\0" * 4),
+        text('{"array": ["float32", 1.0]}', b"\0" * 4),
+        text('{"array": ["uint8", 5]}', b"\0" * 4),
         text('{"array": ["object", 1]}', b"\0" * 8),
         text('{"array": "float32"}'),
         text('{"array": ["float32"' + ", 0" * 10**4 + "]}"),
@@ -357,16 +368,19 @@ def test_bytes_that_are_no_values(octets: bytes) -> None:
         {"output_dir": "x"},
         {"hooks": "module:hook"},
         {"__class__": 1},
+        {"num_epochs": "many"},
+        [1],
+        "[" * 10**5,
     ],
-    ids=str,
+    ids=lambda values: str(values)[:40],
 )
 def test_definitions_that_are_code_or_files(
-    values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    values: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("own.txt").write_text("private")
-    with pytest.raises(BadInput):
-        settings(json.dumps(values))
+    with pytest.raises(BadInput, match="definition of the run"):
+        settings(values if isinstance(values, str) else json.dumps(values))
 
 
 def test_members_that_do_not_speak_the_protocol_take_no_place(

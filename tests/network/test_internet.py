@@ -212,49 +212,6 @@ def test_another_length_than_is_due_ends_the_connection(machines: Any, length: i
         second.gather(None)
 
 
-def test_strangers_are_rejected_and_the_run_goes_on(
-    machines: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Those without the secret, with a recorded handshake, with garbage, or who come late."""
-    monkeypatch.setattr(node, "QUIET", 0.0)
-    all_machines = machines(2)
-    first = all_machines[0].node
-    secret = bytes(32)
-    strangers = [Node(other, os.urandom(32), 0) for other in (os.urandom(32), secret)]
-    for stranger in strangers:
-        stranger.knows(first.key, first.addresses)
-    wrong, late = strangers
-    members, first.members = first.members, None  # as before the run has its machines
-    with pytest.raises(PeerLost, match="another secret"):
-        wrong.wait(wrong.link(first.key))
-
-    async def call(stranger: Node, *messages: bytes) -> str:
-        api = binding.iroh()
-        place = api.EndpointAddr(api.EndpointId.from_bytes(first.key), None, [*first.addresses])
-        connection = await stranger.endpoint.connect(place, first.protocol)
-        stream = await connection.open_bi()
-        for message in messages:
-            await stream.send().write_all(message)
-        return str(await connection.closed())
-
-    # A handshake that was right in another connection: the numbers are new, and so are the keys.
-    numbers = bytes(64)
-    recorded = handshake.proof(secret, b"dialer", all_machines[1].node.key, first.key, numbers)
-    version = handshake.WIRE.to_bytes(4, "little")
-    assert "another secret" in wrong.wait(call(wrong, version, bytes(32), recorded))
-    assert "another secret" in wrong.wait(call(wrong, version, os.urandom(2**14)))
-    assert "another version of this package" in wrong.wait(call(wrong, b"0001", bytes(32)))
-    first.members = members
-    with pytest.raises(PeerLost, match="the run has all its machines"):
-        late.wait(late.link(first.key))
-    for stranger in strangers:
-        stranger.close("")
-    assert everywhere(all_machines, lambda p: p.gather(p.rank)) == [[0, 1]] * 2
-    lines = capsys.readouterr().err.splitlines()
-    assert all(", the last one: " in line for line in lines)
-    assert "the run has all its machines" in lines[-1]
-
-
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
     lambda inner: (
@@ -277,15 +234,11 @@ def test_values_survive_and_garbage_is_an_error(value: Any, garbage: bytes) -> N
             continue
 
 
-def test_arrays_survive_and_shapes_are_bounded() -> None:
+def test_arrays_survive() -> None:
     found = codec.decoded(codec.encoded([torch.ones(2, 3).bfloat16(), np.arange(4, dtype="u1")]))
     assert found[0].dtype == torch.bfloat16
     assert found[0].tolist() == [[1.0] * 3] * 2
     assert found[1].tolist() == [0, 1, 2, 3]
-    for shape in ([2**62, 2**62], [-1], ["1"], [1.0], [5]):
-        text = json.dumps({"array": ["uint8", *shape]}).encode()
-        with pytest.raises(codec.BadMessage):
-            codec.decoded(len(text).to_bytes(8, "little") + text)
 
 
 def test_tickets_and_their_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,26 +258,6 @@ def test_tickets_and_their_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         tickets.saved("../mine")
     with pytest.raises(ValueError, match=r"192\.0\.2\.1:7"):
         tickets.addresses_of(["192.0.2.1:7"] * (tickets.MOST + 1))
-
-
-@pytest.mark.parametrize(
-    "definition",
-    [
-        '{"task": "os:system"}',
-        '{"task_options": {"file": "../secret"}}',
-        '{"task_options": {"a": ["${oc.env:HOME}"]}}',
-        '{"topology": "edges.txt"}',
-        '{"overwrite": true}',
-        '{"data_dir": "x"}',
-        '{"num_epochs": "many"}',
-        '{"unknown": 1}',
-        "[1]",
-        "[" * 10**5,
-    ],
-)
-def test_a_definition_has_neither_code_nor_files(definition: str) -> None:
-    with pytest.raises(BadInput, match="definition of the run"):
-        settings(definition)
 
 
 def test_an_owner_may_allow_a_value() -> None:

@@ -12,6 +12,7 @@ import torch
 from mpi4py import MPI
 
 from powergossip import ulfm
+from powergossip.network.resilient import messages
 from powergossip.network.resilient.worker_messages import LOST, Links
 from tests.harness import internet, launch
 
@@ -38,46 +39,49 @@ def exchanged(links: Links, elements: int, messages: int) -> None:
     links.group.barrier()  # before messages of a next call
 
 
-@pytest.mark.parallel([1, 2, 4])
-@pytest.mark.parametrize("elements", [0, 100, 1_000_000])
-def test_messages_of_any_length_arrive_once_and_in_order(elements: int) -> None:
-    size = MPI.COMM_WORLD.size
-    homes = [process for process in range(size) for _ in range(2)]  # two workers each
-    links = Links(MPI.COMM_WORLD, homes)
+def check_messages_and_operations(medium: Any) -> None:
+    """Two workers of each process, and the collective operations of `Processes`."""
+    size = medium.size
+    links = Links(medium, [process for process in range(size) for _ in range(2)])
+    survivors, rank = links.group, links.group.rank
     assert links.workers == [2 * links.process, 2 * links.process + 1]
-    exchanged(links, elements, messages=3)
-    assert links.alive == frozenset(range(2 * size))
+    for elements in (0, 100, 1_000_000):
+        exchanged(links, elements, messages=3)
+    found = survivors.gather({"rank": rank, "of": np.arange(2)})
+    assert [value["rank"] for value in found] == survivors.members == [*range(size)]
+    assert survivors.sum(np.array([1.0, rank])).tolist() == [size, size * (size - 1) / 2]
+    assert survivors.start_max(np.array([-rank, rank]))().tolist() == [0, size - 1]
+    assert survivors.broadcast(f"of {rank}") == "of 0"
+    array = np.full(3, rank)
+    survivors.broadcast_array(array)
+    assert array.tolist() == [0, 0, 0]
+    links.note(b"progress")
+    survivors.barrier()
+    notes = {source: note.numpy().tobytes() for source, note in links.notes()}
+    assert notes == dict.fromkeys(set(range(size)) - {links.process}, b"progress")
+    assert links.alive == set(links.homes)
     assert links.lost() == set()
-    links.group.barrier()
-    assert links.group.size == size
     links.finish()
+
+
+@pytest.mark.parallel([1, 2, 4])
+def test_messages_of_any_length_arrive_once_and_in_order() -> None:
+    check_messages_and_operations(MPI.COMM_WORLD)
 
 
 @pytest.mark.parallel([2, 4])
 def test_machines_with_a_ticket_have_the_same_messages_and_operations() -> None:
-    machines = internet.under_mpi()
-    links = Links(machines, [process for process in range(machines.size) for _ in range(2)])
-    for elements in (0, 100, 300_000):
-        exchanged(links, elements, messages=3)
-    survivors = links.group
-    found = survivors.gather({"rank": survivors.rank, "of": np.arange(2)})
-    assert [value["rank"] for value in found] == survivors.members == [*range(machines.size)]
-    assert survivors.sum(np.array([1.0, survivors.rank])).tolist()[0] == machines.size
-    assert survivors.broadcast(f"of {survivors.rank}") == "of 0"
-    others = set(survivors.members) - {links.process}
-    assert links.alive == set(links.homes)
-    links.note(b"progress")
-    survivors.barrier()
-    assert {source for source, _ in links.notes()} == others
-    links.finish()
+    check_messages_and_operations(internet.under_mpi())
 
 
 @pytest.mark.parallel(2)
-def test_messages_longer_than_those_of_mpi_are_sent_in_parts() -> None:
-    links = Links(MPI.COMM_WORLD, [0, 1], longest=1000)
-    exchanged(links, 968, messages=2)
-    exchanged(links, 969, messages=2)
-    exchanged(links, 12_345, messages=2)
+def test_messages_longer_than_those_of_mpi_are_sent_in_parts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(messages, "LONGEST", 1000)
+    links = Links(MPI.COMM_WORLD, [0, 1])
+    for elements in (968, 969, 12_345):
+        exchanged(links, elements, messages=2)
     links.finish()
 
 
@@ -97,26 +101,6 @@ def test_payloads_keep_their_bits_and_belong_to_the_receiver() -> None:
         received = payload.view(torch.float32).reshape(2, 2)
         assert received.tolist() == torch.tensor([[1.5, -0.0], [float("inf"), 1e-40]]).tolist()
         received.zero_()
-    links.finish()
-
-
-@pytest.mark.parallel(2)
-def test_survivors_have_the_collective_operations_of_processes() -> None:
-    links = Links(MPI.COMM_WORLD, [0, 1])
-    survivors = links.group
-    rank = survivors.rank
-    assert (survivors.size, survivors.members) == (2, [0, 1])
-    assert survivors.gather({"rank": rank}) == [{"rank": 0}, {"rank": 1}]
-    assert survivors.broadcast(f"of {rank}") == "of 0"
-    assert survivors.sum(np.array([1.0, rank])).tolist() == [2.0, 1.0]
-    assert survivors.start_max(np.array([-rank, rank]))().tolist() == [0, 1]
-    array = np.full(3, rank)
-    survivors.broadcast_array(array)
-    assert array.tolist() == [0, 0, 0]
-    links.note(b"progress")
-    survivors.barrier()
-    ((source, note),) = links.notes()
-    assert (source, note.numpy().tobytes()) == (1 - rank, b"progress")
     links.finish()
 
 

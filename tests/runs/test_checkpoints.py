@@ -30,8 +30,8 @@ from powergossip.training import recorder
 from powergossip.training.ending import Agreement
 from tests.harness.checkpoints import assert_same, end_of, entry_of
 from tests.harness.helpers import DAMAGES, damage
-from tests.harness.killed import run
 from tests.harness.launch import Completed, python
+from tests.harness.training import run
 
 SMALL: dict[str, Any] = {
     "n_workers": 4,
@@ -114,9 +114,12 @@ def label(case: dict[str, Any]) -> str:
     return "-".join(str(value) for value in case.values())
 
 
-def killed(folder: Path, changes: dict[str, Any], kind: str, argument: object) -> None:
-    """Train in a process that kills itself; see tests/harness/killed.py."""
-    ended = python("tests/harness/killed.py", folder, json.dumps(changes), kind, str(argument))
+def killed(folder: Path, changes: dict[str, Any], point: str, count: int) -> None:
+    """Train in a process that kills itself; see tests/harness/failing.py."""
+    event = {"process": 0, "point": point, "count": count, "signal": "SIGKILL"}
+    words = [f"{key}={json.dumps(value)}" for key, value in changes.items()]
+    plan = json.dumps({"events": [event], "report": False})
+    ended = python("tests/harness/failing.py", plan, folder, *words)
     assert ended.returncode == -signal.SIGKILL, ended.stderr
 
 
@@ -173,12 +176,10 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("function", ["write_part", "sync_folder"])
-def test_killed_while_a_checkpoint_is_written(
-    function: str, finished: Path, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("point", ["save", "publish"])
+def test_killed_while_a_checkpoint_is_written(point: str, finished: Path, tmp_path: Path) -> None:
     """The one before is used, and the half one is removed."""
-    killed(tmp_path, SMALL, "function", function)
+    killed(tmp_path, SMALL, point, 2)
     assert entry_of(tmp_path)["step"] < STEPS
     run(tmp_path, SMALL | {"resume": True})
     assert_equal_runs(tmp_path, finished)

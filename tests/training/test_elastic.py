@@ -23,8 +23,7 @@ from powergossip.training.ending import Agreement
 from powergossip.training.trainer import Trainer
 from tests.harness.checkpoints import assert_same, end_of, entry_of
 from tests.harness.helpers import with_one_each
-from tests.harness.killed import run
-from tests.harness.training import reproducible
+from tests.harness.training import reproducible, run
 
 SMALL: dict[str, Any] = {
     "n_workers": 4,

@@ -9,8 +9,7 @@ import pytest
 from powergossip.errors import BadInput
 from powergossip.runs import metrics
 from tests.harness.checkpoints import entry_of
-from tests.harness.killed import run
-from tests.harness.training import main
+from tests.harness.training import main, run
 
 # The learning rate grows in the last epoch: the best checkpoint is an earlier one.
 RUN: dict[str, Any] = {

@@ -20,9 +20,8 @@ from powergossip.tasks import language
 from powergossip.tasks.images import ImageClassification, LabeledImages
 from powergossip.tasks.shards import held_out
 from tests.harness import small_data
-from tests.harness.killed import run
+from tests.harness.training import run, value
 from tests.harness.training import trained as short_run
-from tests.harness.training import value
 
 RATIO = 0.2
 TINY: dict[str, Any] = {"task_architecture": "MLP", "n_workers": 4, "log_verbosity": 0}

@@ -260,9 +260,7 @@ class InternetChannel:
     def __init__(self, processes: InternetProcesses, direct: bool):
         self._processes, self.direct = processes, direct
 
-    def requests(
-        self, incoming: Pieces, outgoing: Pieces, tag: int = 0, once: bool = False
-    ) -> Requests:
+    def requests(self, incoming: Pieces, outgoing: Pieces, tag: int = 0) -> Requests:
         both = [
             [(process, _memory(part)) for process, rows in pieces for part in in_parts(rows)]
             for pieces in (incoming, outgoing)

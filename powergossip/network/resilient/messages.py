@@ -160,19 +160,16 @@ class _Incoming:
 class MPIWire(Wire):
     """Messages by MPI, between the processes of a communicator. All of them construct it.
 
-    Args:
-        longest: Largest number of bytes of one MPI message.
+    A long message is sent in parts.
     """
 
     transport = "mpi"
 
-    def __init__(self, communicator: Any, longest: int = LONGEST):
+    def __init__(self, communicator: Any):
         from mpi4py import MPI
 
-        assert longest > HEADER.size
         self._mpi = MPI
         super().__init__(communicator.rank)
-        self.longest = longest
         self._communicator = communicator.Dup()
         self._communicator.Set_errhandler(MPI.ERRORS_RETURN)
         others = [process for process in range(communicator.size) if process != self.own]
@@ -189,8 +186,8 @@ class MPIWire(Wire):
         if process in self.lost:
             return
         memory = framed(kind, i, j, k, payload)
-        for start in range(0, memory.nbytes, self.longest):
-            part = memory[start : start + self.longest]
+        for start in range(0, memory.nbytes, LONGEST):
+            part = memory[start : start + LONGEST]
             try:
                 request = self._communicator.Isend([part, self._mpi.BYTE], process, _TAG)
             except self._mpi.Exception as error:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from powergossip import exits
 from powergossip.errors import PeerLost
-from powergossip.network.processes import LONGEST
 from powergossip.network.resilient.collectives import LiveProcesses
 from powergossip.network.resilient.failure_detector import DATA, NOTE, WELCOME, Peers
 from powergossip.network.resilient.heartbeats import Liveness, SignsOfLife, exchange_identities
@@ -48,15 +47,12 @@ class Links:
         communicator: Any,
         homes: Sequence[int],
         worker_timeout: float = 30.0,
-        longest: int = LONGEST,
     ):
         """All processes of the communicator call it.
 
         Args:
             communicator: Communicator of mpi4py, or InternetProcesses.
             homes: Rank of the process of each worker.
-            longest: Largest number of bytes of one MPI message. Longer messages are sent in
-                several.
             worker_timeout: Seconds of silence after which a process counts as lost.
         """
         wire: Wire
@@ -69,7 +65,7 @@ class Links:
             away, name = wire.is_away, communicator.name
         else:
             identities, away, name = exchange_identities(communicator), False, ""
-            wire = MPIWire(communicator, longest)
+            wire = MPIWire(communicator)
             liveness = Liveness(communicator, wire.own, identities, worker_timeout)
         self._peers = Peers(wire, liveness, identities, worker_timeout, away)
         self.group = LiveProcesses(self._peers, name)

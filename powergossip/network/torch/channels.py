@@ -75,9 +75,7 @@ class GlooChannel:
         self._gloo = gloo
         self.direct, self.stream_ordered = direct, in_order
 
-    def requests(
-        self, incoming: Pieces, outgoing: Pieces, tag: int = 0, once: bool = False
-    ) -> Requests:
+    def requests(self, incoming: Pieces, outgoing: Pieces, tag: int = 0) -> Requests:
         return GlooMessages(self._gloo, incoming, outgoing, tag)
 
 
@@ -97,9 +95,7 @@ class NCCLChannel:
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
 
-    def requests(
-        self, incoming: Pieces, outgoing: Pieces, tag: int = 0, once: bool = False
-    ) -> Requests:
+    def requests(self, incoming: Pieces, outgoing: Pieces, tag: int = 0) -> Requests:
         return _NCCLBatch(self._gloo, self._group, incoming, outgoing)
 
 
