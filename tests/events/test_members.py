@@ -316,44 +316,6 @@ def test_the_models_of_the_others_do_not_move_at_a_join(name, gossip, topology):
     assert clock.alive == list(range(16))
 
 
-class Noisy(Quadratics):
-    """Quadratics with the same optimum, far from zero, whose gradients have noise."""
-
-    def __init__(self, seed: int):
-        super().__init__()
-        self.a, self.b = torch.ones_like(self.a), self  # type: ignore[assignment]
-        self._generator = torch.Generator().manual_seed(seed)
-
-    def __getitem__(self, worker: int) -> torch.Tensor:
-        noise = torch.randn(self.layout.size, dtype=self.x.dtype, generator=self._generator)
-        return 50 + noise
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("name", "seed"),
-    [("plain", 0), *(pytest.param("power", s, marks=pytest.mark.slow) for s in (1, 2))],
-)
-def test_consensus_is_as_before_soon_after_a_join(name, seed):
-    problem = Noisy(seed)
-    values = {"deaths": [{"worker": 3, "at": 200.25}], "joins": [{"worker": 3, "at": 240.25}]}
-    clock = learning_clock(problem, "dpsgd", 0.1, name=name, values=values, seed=seed)
-
-    def distance_at(seconds: float) -> float:
-        clock.run_until(seconds)
-        x = problem.x[clock.alive]
-        return float((x - x.mean(0)).square().sum(1).mean().sqrt())
-
-    before = np.median([distance_at(t + 0.75) for t in range(100, 200)])
-    gap = topologies.make("ring", 8).spectral_gap
-    distance_at(240.5)
-    after = [distance_at(241.75 + t) for t in range(int(3 / gap))]
-    assert clock.alive == list(range(8))
-    assert min(after) <= before
-    later = [distance_at(300.75 + t) for t in range(100)]
-    assert np.median(later) == pytest.approx(before, rel=0.2)
-
-
 def test_a_worker_that_is_absent_at_the_start_joins():
     x = start(6, torch.float64)
     clock = averaging_clock(x, values={"joins": [{"worker": 5, "at": 4.0}]})

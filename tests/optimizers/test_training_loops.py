@@ -504,17 +504,6 @@ def test_a_closure_computes_at_the_mixed_parameters() -> None:
     assert optimizer.bits == 3 * 2 * 32 * len(numbers(model))
 
 
-@pytest.mark.parallel([4])
-def test_a_step_without_gradients_mixes() -> None:
-    model, optimizer = overlapping()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(processes().rank)
-    before = everywhere(model)
-    optimizer.step()
-    torch.testing.assert_close(everywhere(model), mixing() @ before)
-
-
 def test_overlapping_all_reduce_is_rejected() -> None:
     with pytest.raises(BadInput, match="all-reduce"):
         overlapping("all-reduce", process_group=ALONE)
