@@ -194,12 +194,11 @@ class Aggregator(Traffic):
         method.at_learning_rate(*(rates[id(parameter)] for parameter in self.flat.parameters))
         return gradients
 
-    def mean_of(self, gradients: Tensors) -> list[Tensor] | None:
-        """Return the mean of gradients and errors, keep the new errors, and change no gradient.
-        None before the first step."""
+    def mean_of(self, gradients: Tensors) -> list[Tensor]:
+        """Return the mean of gradients and errors, keep the new errors, and change no gradient."""
         return self.aggregate(gradients)
 
-    def aggregate(self, gradients: Tensors) -> list[Tensor] | None:
+    def aggregate(self, gradients: Tensors) -> list[Tensor]:
         """Return the mean over all workers, which the next call overwrites.
 
         Gradients are in the order of the parameters. They are not changed.
@@ -259,10 +258,9 @@ def optimizer_step(
     if scaler is not None and scaler.is_enabled():
         finite = all(bool(gradient.isfinite().all()) for gradient in gradients)
         left_out = not all(aggregator.processes.everywhere(finite))
-    means = None if left_out else aggregator.mean_of(gradients)
     try:
-        if means is not None:
-            torch._foreach_copy_(gradients, means)
+        if not left_out:
+            torch._foreach_copy_(gradients, aggregator.mean_of(gradients))
             optimizer.step()
     finally:
         torch._foreach_zero_(gradients)

@@ -40,7 +40,6 @@ class DGCConfig:
             compress_ratio. By default the fraction falls evenly, see `fraction`.
         fp16_values: Send values with 16 bits. Otherwise in the precision of the gradient.
         int32_indices: Send positions with 32 bits. Otherwise with 64.
-        num_batches_per_step: Calls of `optimizer_step` in a step.
         seed: Seed of the samples.
 
     Raises:
@@ -63,7 +62,6 @@ class DGCConfig:
     warmup_coeff: float | Sequence[float] | None = None
     fp16_values: bool = False
     int32_indices: bool = False
-    num_batches_per_step: int = 1
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -78,12 +76,7 @@ class DGCConfig:
         require("momentum", 0 <= self.momentum < 1, "0 or more, below 1")
         checks.one_of("clip_by", self.clip_by, CLIPPING)
         self._check_clip()
-        for name, least in (
-            ("max_adaptation_iters", 0),
-            ("warmup_epochs", -1),
-            ("num_batches_per_step", 1),
-            ("seed", 0),
-        ):
+        for name, least in (("max_adaptation_iters", 0), ("warmup_epochs", -1), ("seed", 0)):
             value = getattr(self, name)
             ok = isinstance(checks.plain(value), int) and value >= least
             require(name, ok, f"an integer, {least} or more")
