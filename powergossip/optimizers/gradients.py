@@ -24,7 +24,7 @@ from powergossip.optimizers.checks import (
     working_dtype,
 )
 from powergossip.optimizers.dgc_sgd import check_momentum
-from powergossip.optimizers.sharded_parameters import is_divided, memory, replicas
+from powergossip.optimizers.sharded_parameters import memory, replicas
 from powergossip.parameters import Layout, check_parameters
 
 Tensors = Sequence[Tensor]
@@ -139,9 +139,6 @@ class Gradients:
 
     def _leave_out_empty_blocks(self) -> None:
         found = list(zip(self._names, self.parameters, strict=True))
-        for name, parameter in found:
-            if not is_divided(parameter):
-                raise ValueError(f"{name} is whole in all shards; leave it out, or shard it")
         self._without_rows = [p for _, p in found if not memory(p).numel()]
         self._names = [name for name, p in found if memory(p).numel()]
         self.parameters = [p for _, p in found if memory(p).numel()]

@@ -14,7 +14,7 @@ from powergossip.algorithms import learning
 from powergossip.network import Network
 from powergossip.optimizers.checks import HALF, is_frozen, named
 from powergossip.optimizers.gossip_method import GossipMethod
-from powergossip.optimizers.sharded_parameters import block, shaped_like
+from powergossip.optimizers.sharded_parameters import memory, shaped_like
 from powergossip.parameters import Layout
 
 
@@ -195,7 +195,7 @@ class Wrapped:
             if parameter.grad is None:
                 g.zero_()
             else:
-                g.copy_(block(parameter.grad.detach()))
+                g.copy_(memory(parameter.grad.detach()))
             if id(parameter) in self._decays:
                 g.add_(x, alpha=self._decays[id(parameter)])
 
