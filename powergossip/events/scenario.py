@@ -36,30 +36,21 @@ POLICIES = ("synchronous", "bounded", "asynchronous", "a2cid2")  # key gossip, s
 
 
 @dataclass(frozen=True)
-class Late:
-    """Exchanges that arrive later by some seconds.
+class Some:
+    """Messages that are late, or lost.
 
     Attributes:
-        fraction: Fraction of the exchanges.
+        fraction: Fraction of all messages.
+        seconds: By how much they are late.
         ends: one, or both ends of an exchange.
     """
 
-    fraction: float = 0.0
-    seconds: float = 0.0
-    ends: str = "one"
+    fraction: float
+    seconds: float
+    ends: str
 
 
-@dataclass(frozen=True)
-class Loss:
-    """Lost messages.
-
-    Attributes:
-        fraction: Fraction of the messages.
-        ends: one, or both ends of an exchange.
-    """
-
-    fraction: float = 0.0
-    ends: str = "both"
+NONE = Some(0.0, 0.0, "both")
 
 
 @dataclass(frozen=True)
@@ -87,8 +78,8 @@ class Scenario:
     jitter: float = 0.0
     latency: float = 0.0
     link_rate: float | None = None
-    late: Late = field(default_factory=Late)
-    loss: Loss = field(default_factory=Loss)
+    late: Some = NONE
+    loss: Some = NONE
     deaths: Sequence[Happening] = ()
     detection: float = 0.0
     stops: Sequence[Happening] = ()
@@ -117,23 +108,18 @@ class Scenario:
     def delay(self, i: int, j: int, k: int, bits: int) -> float:
         """Seconds from i's sending of its part of exchange k to the arrival at j."""
         seconds = self.latency + (bits / self.link_rate if self.link_rate else 0.0)
-        if self.late.fraction:
-            ids = _ids(i, j, self.late.ends)
-            if generator(self.seed, "late", *ids, k).random() < self.late.fraction:
-                seconds += self.late.seconds
-        return seconds
+        return seconds + self.late.seconds * self._is("late", self.late, i, j, k)
 
     def lost(self, i: int, j: int, k: int) -> bool:
         """True if i's part of exchange k is lost on its way to j."""
-        loss = self.loss
-        if not loss.fraction:
+        return self._is("loss", self.loss, i, j, k)
+
+    def _is(self, purpose: str, some: Some, i: int, j: int, k: int) -> bool:
+        """True if i's part of exchange k for j is drawn."""
+        if not some.fraction:
             return False
-        ids = _ids(i, j, loss.ends)
-        return bool(generator(self.seed, "loss", *ids, k).random() < loss.fraction)
-
-
-def _ids(i: int, j: int, ends: str) -> tuple[int, ...]:
-    return (i, j) if ends == "one" else (min(i, j), max(i, j))
+        ids = (i, j) if some.ends == "one" else (min(i, j), max(i, j))
+        return bool(generator(self.seed, purpose, *ids, k).random() < some.fraction)
 
 
 def load(path: str | Path) -> dict[str, Any]:
@@ -214,8 +200,8 @@ def read(values: Mapping[str, Any], n_workers: int, seed: int) -> Scenario:
         _check_worker("scenario.speeds", number, n_workers)
         checks.positive(f"scenario.speeds.{worker}", speed)
     given["speeds"] = {int(worker): float(speed) for worker, speed in speeds.items()}
-    given["late"] = _late(given.get("late") or {})
-    given["loss"] = _loss(given.get("loss") or {})
+    given["late"] = _some("late", given.get("late") or {}, ("fraction", "seconds"), "one")
+    given["loss"] = _some("loss", given.get("loss") or {}, ("fraction",), "both")
     given["deaths"] = _deaths(given.get("deaths") or [], n_workers, seed)
     for key, own in (("stops", ("worker", "at", "seconds")), ("joins", ("worker", "at"))):
         given[key] = _happenings(key, given.get(key) or [], own, n_workers)
@@ -224,25 +210,16 @@ def read(values: Mapping[str, Any], n_workers: int, seed: int) -> Scenario:
     return scenario
 
 
-def _late(values: Any) -> Late:
-    _check_keys("scenario.late", values, Late.__dataclass_fields__)
-    late = Late(**values)
-    checks.fraction("scenario.late.fraction", late.fraction)
-    checks.between("scenario.late.seconds", late.seconds, 0, 1e9)
-    checks.one_of("scenario.late.ends", late.ends, ENDS)
-    if values and not {"fraction", "seconds"} <= set(values):
-        raise BadValue("scenario.late", dict(values), "both fraction and seconds")
-    return late
-
-
-def _loss(values: Any) -> Loss:
-    _check_keys("scenario.loss", values, Loss.__dataclass_fields__)
-    loss = Loss(**values)
-    checks.fraction("scenario.loss.fraction", loss.fraction)
-    checks.one_of("scenario.loss.ends", loss.ends, ENDS)
-    if values and "fraction" not in values:
-        raise BadValue("scenario.loss", dict(values), "fraction with it")
-    return loss
+def _some(key: str, values: Any, needed: Sequence[str], ends: str) -> Some:
+    key = f"scenario.{key}"
+    _check_keys(key, values, (*needed, "ends"))
+    found = Some(**{"fraction": 0.0, "seconds": 0.0, "ends": ends, **values})
+    checks.fraction(f"{key}.fraction", found.fraction)
+    checks.between(f"{key}.seconds", found.seconds, 0, 1e9)
+    checks.one_of(f"{key}.ends", found.ends, ENDS)
+    if values and not set(needed) <= set(values):
+        raise BadValue(key, dict(values), f"{' and '.join(needed)} with it")
+    return found
 
 
 def _deaths(values: Any, n_workers: int, seed: int) -> list[Happening]:
