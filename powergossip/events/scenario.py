@@ -1,4 +1,4 @@
-"""Scenarios of the virtual clock: speeds, delays, lost messages, deaths, stops and joins.
+"""Scenarios of the virtual clock: speeds, delays, lost messages, deaths and joins.
 
 A scenario is a file in YAML. All keys are optional::
 
@@ -11,7 +11,6 @@ A scenario is a file in YAML. All keys are optional::
     loss: {fraction: 0.01, ends: both}
     deaths: [{worker: 3, at: 20.0}]    # or {fraction: 0.25, from: 10.0, until: 50.0}
     detection: 0.5                     # seconds until its neighbors know that a worker is dead
-    stops: [{worker: 5, at: 7.0, seconds: 10.0}]
     joins: [{worker: 3, at: 40.0}]     # a replacement, or a worker that is not there at the start
 
 With `ends: one`, each of the two messages of an exchange is late or lost by itself. With `ends:
@@ -55,16 +54,10 @@ NONE = Some(0.0, 0.0, "both")
 
 @dataclass(frozen=True)
 class Happening:
-    """Something that happens to a worker.
-
-    Attributes:
-        at: Virtual seconds.
-        seconds: Length of a stop.
-    """
+    """The death or the join of a worker, at a time in virtual seconds."""
 
     worker: int
     at: float
-    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -82,7 +75,6 @@ class Scenario:
     loss: Some = NONE
     deaths: Sequence[Happening] = ()
     detection: float = 0.0
-    stops: Sequence[Happening] = ()
     joins: Sequence[Happening] = ()
 
     @property
@@ -203,8 +195,7 @@ def read(values: Mapping[str, Any], n_workers: int, seed: int) -> Scenario:
     given["late"] = _some("late", given.get("late") or {}, ("fraction", "seconds"), "one")
     given["loss"] = _some("loss", given.get("loss") or {}, ("fraction",), "both")
     given["deaths"] = _deaths(given.get("deaths") or [], n_workers, seed)
-    for key, own in (("stops", ("worker", "at", "seconds")), ("joins", ("worker", "at"))):
-        given[key] = _happenings(key, given.get(key) or [], own, n_workers)
+    given["joins"] = _happenings("joins", given.get("joins") or [], n_workers)
     scenario = Scenario(n_workers=n_workers, seed=seed, **given)
     _check_order(scenario)
     return scenario
@@ -225,7 +216,7 @@ def _some(key: str, values: Any, needed: Sequence[str], ends: str) -> Some:
 def _deaths(values: Any, n_workers: int, seed: int) -> list[Happening]:
     """Those listed, or a fraction of the workers at random times."""
     if not isinstance(values, Mapping):
-        return _happenings("deaths", values, ("worker", "at"), n_workers)
+        return _happenings("deaths", values, n_workers)
     _check_keys("scenario.deaths", values, ("fraction", "from", "until"))
     fraction, first, last = (values.get(key, 0.0) for key in ("fraction", "from", "until"))
     checks.below_one("scenario.deaths.fraction", fraction)
@@ -237,18 +228,16 @@ def _deaths(values: Any, n_workers: int, seed: int) -> list[Happening]:
     return [Happening(int(w), float(t)) for w, t in zip(workers, times, strict=True)]
 
 
-def _happenings(key: str, values: Any, own: Sequence[str], n_workers: int) -> list[Happening]:
+def _happenings(key: str, values: Any, n_workers: int) -> list[Happening]:
     if isinstance(values, str | Mapping) or not isinstance(values, Sequence):
-        raise BadValue(f"scenario.{key}", values, f"a list of mappings with {', '.join(own)}")
+        raise BadValue(f"scenario.{key}", values, "a list of mappings with worker and at")
     found = []
     for entry in values:
-        _check_keys(f"scenario.{key}", entry, own)
-        if set(entry) != set(own):
-            raise BadValue(f"scenario.{key}", dict(entry), f"all of {', '.join(own)}")
+        _check_keys(f"scenario.{key}", entry, ("worker", "at"))
+        if len(entry) < 2:
+            raise BadValue(f"scenario.{key}", dict(entry), "both worker and at")
         _check_worker(f"scenario.{key}", entry["worker"], n_workers)
         checks.between(f"scenario.{key}.at", entry["at"], 0, 1e12)
-        if "seconds" in own:
-            checks.between(f"scenario.{key}.seconds", entry["seconds"], 0, 1e12)
         found.append(Happening(**entry))
     return found
 

@@ -369,10 +369,9 @@ def test_a_rule_resumes_anywhere_in_a_step_with_the_same_bits(rule):
     [
         {},
         {"speeds": {1: 0.4}},
-        {"stops": [{"worker": 1, "at": 0.5, "seconds": 1.3}, {"worker": 2, "at": 1, "seconds": 2}]},
         {"deaths": [{"worker": 2, "at": 1.5}], "speeds": {1: 0.4}},
     ],
-    ids=["alike", "slow", "stops", "death"],
+    ids=["alike", "slow", "death"],
 )
 def test_a_clock_resumes_after_each_event(values):
     """Also between events at the same time, such as the resumptions of workers that waited."""

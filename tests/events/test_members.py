@@ -324,29 +324,3 @@ def test_a_worker_that_is_absent_at_the_start_joins():
     assert clock.alive == [0, 1, 2, 3, 4, 5]
     clock.run_until(200.0)
     assert float((x - x.mean(0)).abs().max()) < 1e-9
-
-
-@pytest.mark.parametrize("at", [0.5, 2.0])
-def test_a_stop_within_a_gradient_makes_it_longer(at):
-    values = {"speeds": {1: 0.25}, "stops": [{"worker": 1, "at": at, "seconds": 1.5}]}
-    clock = averaging_clock(start(4, torch.float64), gossip="asynchronous", values=values)
-    clock.run_until(5.4)
-    assert clock.workers[1].steps == 0
-    clock.run_until(5.6)
-    assert clock.workers[1].steps == 1
-    clock.run_until(9.6)
-    assert clock.workers[1].steps == 2
-
-
-def test_a_stopped_worker_takes_no_step_and_goes_on():
-    x = start(4, torch.float64)
-    values = {"stops": [{"worker": 1, "at": 3.5, "seconds": 10.0}]}
-    clock = averaging_clock(x, gossip="asynchronous", values=values)
-    clock.run_until(13.9)
-    assert [clock.workers[i].steps for i in range(4)] == [13, 3, 13, 13]
-    clock.run_until(15.0)
-    assert clock.workers[1].steps == 5
-    assert (
-        float(x.sum(0).add(sum_of_unapplied(clock)).sub(start(4, torch.float64).sum(0)).abs().max())
-        < 1e-12
-    )
