@@ -46,7 +46,6 @@ class DGCConfig:
         warmup_coeff: Fraction in each of these epochs. By default it falls evenly, see `fraction`.
         fp16_values: Send values with 16 bits. Otherwise in the precision of the gradient.
         int32_indices: Send positions with 32 bits. Otherwise with 64.
-        num_batches_per_step: Calls of `optimizer_step` in a step.
         seed: Seed of the samples.
 
     Raises:
@@ -66,7 +65,6 @@ class DGCConfig:
     warmup_coeff: Sequence[float] | None = None
     fp16_values: bool = False
     int32_indices: bool = False
-    num_batches_per_step: int = 1
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -84,7 +82,6 @@ class DGCConfig:
         for name, least in (
             ("max_adaptation_iters", 0),
             ("warmup_epochs", -1),
-            ("num_batches_per_step", 1),
             ("seed", 0),
         ):
             value = getattr(self, name)

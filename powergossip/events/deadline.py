@@ -19,8 +19,7 @@ class Deadline:
     deadline does not lose the exchange, which stays pending.
     """
 
-    def __init__(self, floor: float = FLOOR):
-        self._floor = floor
+    def __init__(self) -> None:
         self._durations: deque[float] = deque(maxlen=LAST)
         self._seconds: float | None = math.inf  # None: to be computed
 
@@ -36,5 +35,5 @@ class Deadline:
         if self._seconds is None:
             middle = median(self._durations)
             spread = median(abs(duration - middle) for duration in self._durations)
-            self._seconds = max(self._floor, middle + SPREADS * spread)
+            self._seconds = max(FLOOR, middle + SPREADS * spread)
         return self._seconds

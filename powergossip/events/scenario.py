@@ -1,4 +1,4 @@
-"""Scenarios of the virtual clock: speeds, delays, lost messages, deaths, stops and joins.
+"""Scenarios of the virtual clock: speeds, delays, lost messages, deaths and joins.
 
 A scenario is a file in YAML. All keys are optional::
 
@@ -11,7 +11,6 @@ A scenario is a file in YAML. All keys are optional::
     loss: {fraction: 0.01, ends: both}
     deaths: [{worker: 3, at: 20.0}]    # or {fraction: 0.25, from: 10.0, until: 50.0}
     detection: 0.5                     # seconds until its neighbors know that a worker is dead
-    stops: [{worker: 5, at: 7.0, seconds: 10.0}]
     joins: [{worker: 3, at: 40.0}]     # a replacement, or a worker that is not there at the start
 
 With `ends: one`, each of the two messages of an exchange is late or lost by itself. With `ends:
@@ -36,44 +35,29 @@ POLICIES = ("synchronous", "bounded", "asynchronous", "a2cid2")  # key gossip, s
 
 
 @dataclass(frozen=True)
-class Late:
-    """Exchanges that arrive later by some seconds.
+class Some:
+    """Messages that are late, or lost.
 
     Attributes:
-        fraction: Fraction of the exchanges.
+        fraction: Fraction of all messages.
+        seconds: By how much they are late.
         ends: one, or both ends of an exchange.
     """
 
-    fraction: float = 0.0
-    seconds: float = 0.0
-    ends: str = "one"
+    fraction: float
+    seconds: float
+    ends: str
 
 
-@dataclass(frozen=True)
-class Loss:
-    """Lost messages.
-
-    Attributes:
-        fraction: Fraction of the messages.
-        ends: one, or both ends of an exchange.
-    """
-
-    fraction: float = 0.0
-    ends: str = "both"
+NONE = Some(0.0, 0.0, "both")
 
 
 @dataclass(frozen=True)
 class Happening:
-    """Something that happens to a worker.
-
-    Attributes:
-        at: Virtual seconds.
-        seconds: Length of a stop.
-    """
+    """The death or the join of a worker, at a time in virtual seconds."""
 
     worker: int
     at: float
-    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -87,11 +71,10 @@ class Scenario:
     jitter: float = 0.0
     latency: float = 0.0
     link_rate: float | None = None
-    late: Late = field(default_factory=Late)
-    loss: Loss = field(default_factory=Loss)
+    late: Some = NONE
+    loss: Some = NONE
     deaths: Sequence[Happening] = ()
     detection: float = 0.0
-    stops: Sequence[Happening] = ()
     joins: Sequence[Happening] = ()
 
     @property
@@ -117,23 +100,18 @@ class Scenario:
     def delay(self, i: int, j: int, k: int, bits: int) -> float:
         """Seconds from i's sending of its part of exchange k to the arrival at j."""
         seconds = self.latency + (bits / self.link_rate if self.link_rate else 0.0)
-        if self.late.fraction:
-            ids = _ids(i, j, self.late.ends)
-            if generator(self.seed, "late", *ids, k).random() < self.late.fraction:
-                seconds += self.late.seconds
-        return seconds
+        return seconds + self.late.seconds * self._is("late", self.late, i, j, k)
 
     def lost(self, i: int, j: int, k: int) -> bool:
         """True if i's part of exchange k is lost on its way to j."""
-        loss = self.loss
-        if not loss.fraction:
+        return self._is("loss", self.loss, i, j, k)
+
+    def _is(self, purpose: str, some: Some, i: int, j: int, k: int) -> bool:
+        """True if i's part of exchange k for j is drawn."""
+        if not some.fraction:
             return False
-        ids = _ids(i, j, loss.ends)
-        return bool(generator(self.seed, "loss", *ids, k).random() < loss.fraction)
-
-
-def _ids(i: int, j: int, ends: str) -> tuple[int, ...]:
-    return (i, j) if ends == "one" else (min(i, j), max(i, j))
+        ids = (i, j) if some.ends == "one" else (min(i, j), max(i, j))
+        return bool(generator(self.seed, purpose, *ids, k).random() < some.fraction)
 
 
 def load(path: str | Path) -> dict[str, Any]:
@@ -214,41 +192,31 @@ def read(values: Mapping[str, Any], n_workers: int, seed: int) -> Scenario:
         _check_worker("scenario.speeds", number, n_workers)
         checks.positive(f"scenario.speeds.{worker}", speed)
     given["speeds"] = {int(worker): float(speed) for worker, speed in speeds.items()}
-    given["late"] = _late(given.get("late") or {})
-    given["loss"] = _loss(given.get("loss") or {})
+    given["late"] = _some("late", given.get("late") or {}, ("fraction", "seconds"), "one")
+    given["loss"] = _some("loss", given.get("loss") or {}, ("fraction",), "both")
     given["deaths"] = _deaths(given.get("deaths") or [], n_workers, seed)
-    for key, own in (("stops", ("worker", "at", "seconds")), ("joins", ("worker", "at"))):
-        given[key] = _happenings(key, given.get(key) or [], own, n_workers)
+    given["joins"] = _happenings("joins", given.get("joins") or [], n_workers)
     scenario = Scenario(n_workers=n_workers, seed=seed, **given)
     _check_order(scenario)
     return scenario
 
 
-def _late(values: Any) -> Late:
-    _check_keys("scenario.late", values, Late.__dataclass_fields__)
-    late = Late(**values)
-    checks.fraction("scenario.late.fraction", late.fraction)
-    checks.between("scenario.late.seconds", late.seconds, 0, 1e9)
-    checks.one_of("scenario.late.ends", late.ends, ENDS)
-    if values and not {"fraction", "seconds"} <= set(values):
-        raise BadValue("scenario.late", dict(values), "both fraction and seconds")
-    return late
-
-
-def _loss(values: Any) -> Loss:
-    _check_keys("scenario.loss", values, Loss.__dataclass_fields__)
-    loss = Loss(**values)
-    checks.fraction("scenario.loss.fraction", loss.fraction)
-    checks.one_of("scenario.loss.ends", loss.ends, ENDS)
-    if values and "fraction" not in values:
-        raise BadValue("scenario.loss", dict(values), "fraction with it")
-    return loss
+def _some(key: str, values: Any, needed: Sequence[str], ends: str) -> Some:
+    key = f"scenario.{key}"
+    _check_keys(key, values, (*needed, "ends"))
+    found = Some(**{"fraction": 0.0, "seconds": 0.0, "ends": ends, **values})
+    checks.fraction(f"{key}.fraction", found.fraction)
+    checks.between(f"{key}.seconds", found.seconds, 0, 1e9)
+    checks.one_of(f"{key}.ends", found.ends, ENDS)
+    if values and not set(needed) <= set(values):
+        raise BadValue(key, dict(values), f"{' and '.join(needed)} with it")
+    return found
 
 
 def _deaths(values: Any, n_workers: int, seed: int) -> list[Happening]:
     """Those listed, or a fraction of the workers at random times."""
     if not isinstance(values, Mapping):
-        return _happenings("deaths", values, ("worker", "at"), n_workers)
+        return _happenings("deaths", values, n_workers)
     _check_keys("scenario.deaths", values, ("fraction", "from", "until"))
     fraction, first, last = (values.get(key, 0.0) for key in ("fraction", "from", "until"))
     checks.below_one("scenario.deaths.fraction", fraction)
@@ -260,18 +228,16 @@ def _deaths(values: Any, n_workers: int, seed: int) -> list[Happening]:
     return [Happening(int(w), float(t)) for w, t in zip(workers, times, strict=True)]
 
 
-def _happenings(key: str, values: Any, own: Sequence[str], n_workers: int) -> list[Happening]:
+def _happenings(key: str, values: Any, n_workers: int) -> list[Happening]:
     if isinstance(values, str | Mapping) or not isinstance(values, Sequence):
-        raise BadValue(f"scenario.{key}", values, f"a list of mappings with {', '.join(own)}")
+        raise BadValue(f"scenario.{key}", values, "a list of mappings with worker and at")
     found = []
     for entry in values:
-        _check_keys(f"scenario.{key}", entry, own)
-        if set(entry) != set(own):
-            raise BadValue(f"scenario.{key}", dict(entry), f"all of {', '.join(own)}")
+        _check_keys(f"scenario.{key}", entry, ("worker", "at"))
+        if len(entry) < 2:
+            raise BadValue(f"scenario.{key}", dict(entry), "both worker and at")
         _check_worker(f"scenario.{key}", entry["worker"], n_workers)
         checks.between(f"scenario.{key}.at", entry["at"], 0, 1e12)
-        if "seconds" in own:
-            checks.between(f"scenario.{key}.seconds", entry["seconds"], 0, 1e12)
         found.append(Happening(**entry))
     return found
 

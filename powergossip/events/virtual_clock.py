@@ -18,7 +18,7 @@ from powergossip.events.worker import Action, Message, Worker, packed, unpacked
 from powergossip.network.counter import Counter
 
 # At the same time, in this order.
-_KINDS = ("die", "join", "stop", "notice", "arrive", "resume")
+_KINDS = ("die", "join", "notice", "arrive", "resume")
 
 
 class VirtualClock(Clock):
@@ -52,13 +52,10 @@ class VirtualClock(Clock):
         self._heap: list[tuple[float, int, int, list[Any]]] = []
         self._planned = 0
         self._resuming: set[int] = set()  # workers that wait and have a resumption planned
-        self._stopped: dict[int, tuple[float, float]] = {}  # worker → begin and end of its stop
         for deaths in scenario.deaths:
             self._plan(deaths.at, "die", deaths.worker)
         for join in scenario.joins:
             self._plan(join.at, "join", join.worker)
-        for stop in scenario.stops:
-            self._plan(stop.at, "stop", stop.worker, stop.seconds)
         for index in range(scenario.n_workers):
             if index not in scenario.absent:
                 self._start(make(index, self._versions, 0))
@@ -107,22 +104,14 @@ class VirtualClock(Clock):
         version = self._versions[index]
         if lives.action is Action.GRADIENT:
             seconds = self.scenario.seconds(index, lives.worker.steps)
-            self._plan(self.now + seconds, "resume", index, version, self.now)
+            self._plan(self.now + seconds, "resume", index, version)
         elif lives.action is Action.POLL:
-            self._plan(self.now, "resume", index, version, self.now)
+            self._plan(self.now, "resume", index, version)
 
-    def _resume(self, index: int, version: int, since: float) -> None:
-        """A worker goes on. One that is stopped goes on later."""
+    def _resume(self, index: int, version: int) -> None:
+        """A worker goes on."""
         if self._versions[index] != version:
             return  # it died
-        begin, end = self._stopped.get(index, (0.0, 0.0))
-        if begin <= self.now < end or since <= begin < end <= self.now:
-            # The stop began during a gradient, which takes as much longer, or during a wait.
-            lives = self._lives[index]
-            later = self.now + end - begin if lives.action is Action.GRADIENT else end
-            del self._stopped[index]
-            self._plan(later, "resume", index, version, later)
-            return
         self._resuming.discard(index)
         lives = self._lives[index]
         if lives.action is Action.GRADIENT:
@@ -157,17 +146,12 @@ class VirtualClock(Clock):
         """Resume a worker that waits, if that is not planned yet."""
         if self._lives[index].action is Action.WAIT and index not in self._resuming:
             self._resuming.add(index)
-            self._plan(self.now, "resume", index, self._versions[index], self.now)
-
-    def _stop(self, index: int, seconds: float) -> None:
-        if index in self._lives:
-            self._stopped[index] = self.now, self.now + seconds
+            self._plan(self.now, "resume", index, self._versions[index])
 
     def _die(self, index: int) -> None:
         neighbors = list(self._lives[index].worker.edges)
         del self._lives[index]
         self._resuming.discard(index)
-        self._stopped.pop(index, None)
         self._versions = raised(self._versions, index)
         for j in neighbors:
             self._plan_notice(j, index)
@@ -215,7 +199,6 @@ class VirtualClock(Clock):
             "versions": list(self._versions),
             "events": events,
             "resuming": sorted(self._resuming),
-            "stopped": {index: list(times) for index, times in self._stopped.items()},
             "workers": self._saved(),
         }
 
@@ -224,7 +207,6 @@ class VirtualClock(Clock):
         self.now, self._planned = state["now"], state["planned"]
         self._versions = tuple(state["versions"])
         self._resuming = set(state["resuming"])
-        self._stopped = {i: (begin, end) for i, (begin, end) in state["stopped"].items()}
         arrive = _KINDS.index("arrive")
         self._heap = [
             (time, kind, planned, [*values[:2], unpacked(values[2])] if kind == arrive else values)

@@ -20,11 +20,9 @@ weight decay has no momentum either, so that it is 1 − momentum times as stron
 algorithm is algorithms.dgc.
 """
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from powergossip.algorithms.dgc import DGCAggregation, DGCConfig
 from powergossip.optimizers.checks import HALF, Params
@@ -43,7 +41,7 @@ class DGC(Aggregator):
         params, process_group: As for `PowerSGD`.
 
     Attributes:
-        flat: The parameters, the mean of this step's batches and the mean of the workers.
+        flat: The parameters, a gradient and the mean of the workers.
 
     Raises:
         ValueError: In all processes, for parameters that are not dense tensors of these dtypes.
@@ -60,34 +58,7 @@ class DGC(Aggregator):
         dtypes = (torch.float32, *HALF)
         flat = Gradients(params, process_group=process_group, dtypes=dtypes)
         super().__init__(flat, DGCAggregation(flat.network, flat.layout, self.config))
-        self._calls = 0  # since the last step
 
     def at_epoch(self, epoch: float) -> None:
         """Set the fraction that is sent, which follows the warm-up. Call it at every epoch."""
         self._aggregation.at_epoch(epoch)
-
-    def aggregate(self, gradients: Sequence[Tensor]) -> list[Tensor] | None:
-        """Accumulate gradients, given in the order of the parameters, without changing them.
-
-        Every num_batches_per_step-th call returns the mean over all workers, which the next call
-        overwrites. The other calls return None.
-        """
-        weight = 1 / self.config.num_batches_per_step
-        torch._foreach_add_(self.flat.gradients, list(gradients), alpha=weight)
-        self._calls += 1
-        if self._calls < self.config.num_batches_per_step:
-            return None
-        self._calls = 0
-        self.network.run(self._aggregation.step(self.flat.gradient, self.flat.mean))
-        return self.flat.means
-
-    def state_dict(self) -> dict[str, Any]:
-        """The aggregation's state, and the gradients accumulated since the last step."""
-        gradient = self.flat.gradient.clone()
-        return super().state_dict() | {"gradient": gradient, "calls": self._calls}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state returned by `state_dict()`. Raises ValueError if it does not fit."""
-        super().load_state_dict(state)
-        self.flat.gradient.copy_(state["gradient"])
-        self._calls = state["calls"]

@@ -273,8 +273,7 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
         if self._only_allocates():
             return self.wrapped.step()
         self._averaged.check()
-        for part in self._averaged.active:
-            part.local.check()
+        self._learning.check_rate()
         loss = self._local_step(closure)
         self._averaged.move()
         self._steps += 1

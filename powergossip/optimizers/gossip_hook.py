@@ -115,9 +115,7 @@ class GossipState(Traffic):
             self._averaged.progress()
             return
         parameters = self._parameters()
-        if len(parameters) != len(self._known) or any(
-            p is not q for p, q in zip(parameters, self._known, strict=True)
-        ):
+        if [*map(id, parameters)] != [*map(id, self._known)]:
             raise RuntimeError(
                 f"the optimizer has {len(parameters)} parameters, not the {len(self._known)} that "
                 "it had when GossipState was created; create a new module and state"

@@ -14,10 +14,8 @@ from powergossip.optimizers.checks import working_dtype
 from powergossip.optimizers.learning_rules import Wrapped
 from powergossip.optimizers.sharded_parameters import (
     Sharding,
-    block,
     copy_all,
     memory,
-    shaped_like,
 )
 from powergossip.parameters import Layout, is_misaligned
 
@@ -85,12 +83,12 @@ class Part:
     def load(self) -> None:
         """x ← the parameters that are not in its memory."""
         with torch.no_grad():
-            copy_all((view, block(parameter)) for parameter, view in self._copied)
+            copy_all((view, memory(parameter)) for parameter, view in self._copied)
 
     def store(self) -> None:
         """The parameters that are not in the memory of x ← x, rounded to their dtype."""
         with torch.no_grad():
-            copy_all((memory(p), memory(shaped_like(view, p))) for p, view in self._copied)
+            copy_all((memory(parameter), view) for parameter, view in self._copied)
 
     def start(self) -> Conversation | None:
         """The messages that may be in flight while gradients are computed."""

@@ -24,7 +24,7 @@ from powergossip.optimizers.checks import (
     working_dtype,
 )
 from powergossip.optimizers.dgc_sgd import check_momentum
-from powergossip.optimizers.sharded_parameters import is_divided, memory, replicas
+from powergossip.optimizers.sharded_parameters import memory, replicas
 from powergossip.parameters import Layout, check_parameters
 
 Tensors = Sequence[Tensor]
@@ -139,9 +139,6 @@ class Gradients:
 
     def _leave_out_empty_blocks(self) -> None:
         found = list(zip(self._names, self.parameters, strict=True))
-        for name, parameter in found:
-            if not is_divided(parameter):
-                raise ValueError(f"{name} is whole in all shards; leave it out, or shard it")
         self._without_rows = [p for _, p in found if not memory(p).numel()]
         self._names = [name for name, p in found if memory(p).numel()]
         self.parameters = [p for _, p in found if memory(p).numel()]
@@ -194,12 +191,11 @@ class Aggregator(Traffic):
         method.at_learning_rate(*(rates[id(parameter)] for parameter in self.flat.parameters))
         return gradients
 
-    def mean_of(self, gradients: Tensors) -> list[Tensor] | None:
-        """Return the mean of gradients and errors, keep the new errors, and change no gradient.
-        None before the first step."""
+    def mean_of(self, gradients: Tensors) -> list[Tensor]:
+        """Return the mean of gradients and errors, keep the new errors, and change no gradient."""
         return self.aggregate(gradients)
 
-    def aggregate(self, gradients: Tensors) -> list[Tensor] | None:
+    def aggregate(self, gradients: Tensors) -> list[Tensor]:
         """Return the mean over all workers, which the next call overwrites.
 
         Gradients are in the order of the parameters. They are not changed.
@@ -259,10 +255,9 @@ def optimizer_step(
     if scaler is not None and scaler.is_enabled():
         finite = all(bool(gradient.isfinite().all()) for gradient in gradients)
         left_out = not all(aggregator.processes.everywhere(finite))
-    means = None if left_out else aggregator.mean_of(gradients)
     try:
-        if means is not None:
-            torch._foreach_copy_(gradients, means)
+        if not left_out:
+            torch._foreach_copy_(gradients, aggregator.mean_of(gradients))
             optimizer.step()
     finally:
         torch._foreach_zero_(gradients)

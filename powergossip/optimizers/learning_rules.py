@@ -14,7 +14,7 @@ from powergossip.algorithms import learning
 from powergossip.network import Network
 from powergossip.optimizers.checks import HALF, is_frozen, named
 from powergossip.optimizers.gossip_method import GossipMethod
-from powergossip.optimizers.sharded_parameters import block, shaped_like
+from powergossip.optimizers.sharded_parameters import memory, shaped_like
 from powergossip.parameters import Layout
 
 
@@ -88,14 +88,10 @@ class LearningRule:
     def _groups(self) -> list[dict[str, Any]]:
         return [] if self._wrapped is None else self._wrapped.param_groups
 
-    def rate(self, parameters: Sequence[Tensor]) -> float:
-        """The learning rate of these parameters. Raises ValueError if there are several."""
-        ids = set(map(id, parameters))
-        rates = {
-            float(group["lr"])
-            for group in self._groups
-            if any(id(p) in ids for p in group["params"])
-        }
+    @property
+    def rate(self) -> float:
+        """The learning rate of all parameters. Raises ValueError if there are several."""
+        rates = {float(group["lr"]) for group in self._groups}
         if len(rates) > 1:
             listed = " and ".join(f"{rate:g}" for rate in sorted(rates))
             raise ValueError(
@@ -104,10 +100,10 @@ class LearningRule:
             )
         return rates.pop()
 
-    def check_rate(self, parameters: Sequence[Tensor]) -> None:
+    def check_rate(self) -> None:
         """Raise ValueError if the rule needs one learning rate and there are several."""
         if self._rule.reads_rate:
-            self.rate(parameters)
+            _ = self.rate
 
     def decays(self) -> dict[int, float]:
         """The weight decay that is part of the gradient, by the id of a parameter. Only those that
@@ -136,7 +132,7 @@ class LearningRule:
 
         Raises ValueError for an averaging algorithm or a topology that do not fit.
         """
-        self.check_rate(parameters)
+        self.check_rate()
         directs = self.has_momentum or self.options.get("gradient_correction") or self._max_norm
         gradient = torch.zeros_like(x) if directs else None
         local = Wrapped(self, parameters, layout, x, gradient)
@@ -174,17 +170,13 @@ class Wrapped:
 
     @property
     def rate(self) -> float:
-        return self._learning.rate(self._parameters)
+        return self._learning.rate
 
     def step(self, gradient: Tensor) -> None:
         raise NotImplementedError
 
     def displacement(self, direction: Tensor) -> Tensor:
         raise NotImplementedError
-
-    def check(self) -> None:
-        """Raise ValueError if the rule needs one learning rate and there are several."""
-        self._learning.check_rate(self._parameters)
 
     def take_gradients(self) -> None:
         """g ← ∇f + λ x, if the rule changes the gradient. A missing gradient counts as 0."""
@@ -195,7 +187,7 @@ class Wrapped:
             if parameter.grad is None:
                 g.zero_()
             else:
-                g.copy_(block(parameter.grad.detach()))
+                g.copy_(memory(parameter.grad.detach()))
             if id(parameter) in self._decays:
                 g.add_(x, alpha=self._decays[id(parameter)])
 

@@ -82,7 +82,7 @@ class PowerSGD(Aggregator):
         means = zip(self.flat.means, gradients, strict=True)
         return [mean.to(gradient.dtype) for mean, gradient in means]
 
-    def mean_of(self, gradients: Tensors) -> list[Tensor] | None:
+    def mean_of(self, gradients: Tensors) -> list[Tensor]:
         """Return the mean of gradients plus errors, and keep the new errors. See `Aggregator`."""
         torch._foreach_add_(self.flat.gradients, list(gradients))
         self.network.run(self._aggregation.step(self.flat.gradient, self.flat.mean))

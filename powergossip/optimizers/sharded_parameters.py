@@ -1,7 +1,6 @@
 """Parameters that are DTensors, sharded over the processes of a replica, as by FSDP2.
 
-Of each, this process has a block of rows. Parameters that are whole in all processes of the replica
-are divided in the same way: each shard averages its block, and gathers the other blocks.
+Of each, this process has a block of rows.
 
 torch.distributed.tensor and FSDP2 are imported where they are used: together they take as long as
 torch, and most programs have no sharded parameters.
@@ -34,32 +33,12 @@ def is_distributed(tensor: Tensor) -> "TypeGuard[DTensor]":
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def _divided() -> Any:
-    """The placements of a tensor in blocks of rows."""
-    from torch.distributed.tensor import Shard
-
-    return (Shard(0),)
-
-
 def memory(tensor: Tensor) -> Tensor:
-    """The memory that this process has of a tensor."""
+    """The memory that this process has of a tensor: all of it, or a block of rows."""
     if not is_distributed(tensor):
         return tensor
     with torch.no_grad():
         return tensor.to_local()
-
-
-def is_divided(tensor: Tensor) -> bool:
-    """True if this process has a block of rows of a DTensor, and not all of it."""
-    return is_distributed(tensor) and tensor.placements == _divided()
-
-
-def block(tensor: Tensor) -> Tensor:
-    """This process' block of rows of a tensor, to be read."""
-    if not is_distributed(tensor):
-        return tensor
-    with torch.no_grad():
-        return tensor.redistribute(placements=_divided()).to_local()
 
 
 def shaped_like(own: Tensor, parameter: Tensor) -> Tensor:
@@ -68,15 +47,14 @@ def shaped_like(own: Tensor, parameter: Tensor) -> Tensor:
         return own
     from torch.distributed.tensor import DTensor
 
-    divided = DTensor.from_local(
+    return DTensor.from_local(
         own,
         parameter.device_mesh,
-        _divided(),
+        parameter.placements,
         run_check=False,
         shape=parameter.shape,
         stride=parameter.stride(),
     )
-    return divided.redistribute(placements=parameter.placements)
 
 
 def copy_all(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
@@ -205,12 +183,8 @@ def _mesh_of_shards(
                 "all-reduce between replicas"
             )
         placement = placements[0]
-        if not (placement.is_shard(0) or placement.is_replicate()):
-            raise ValueError(
-                f"{name} has the placement {placement}; use Shard(0), as fully_shard, or Replicate"
-            )
-        if not parameter.dim():
-            raise ValueError(f"{name} is a scalar; give it a dimension to divide, as by p[None]")
+        if not placement.is_shard(0):
+            raise ValueError(f"{name} has the placement {placement}; use Shard(0), as fully_shard")
         if first is None:
             ranks = (set(dist.get_process_group_ranks(m.get_group())) for m in (mesh, its_mesh))
             if set.intersection(*ranks) != {dist.get_rank()}:

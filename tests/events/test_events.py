@@ -17,7 +17,6 @@ from powergossip.events.worker import Edge, Message, Policy
 from powergossip.network import Network
 from powergossip.parameters import Layout
 from tests.harness.averaging import graph
-from tests.harness.checkpoints import assert_same
 from tests.harness.exchanging import (
     EXCHANGES,
     LATE,
@@ -76,16 +75,22 @@ def vectorized(x: Tensor, topology: str, name: str, steps: int, **more: Any) -> 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("topology", "dtype", "more"),
-    [
-        ("tail", torch.float64, {}),
-        ("torus", torch.float32, {}),
-        ("ring", torch.float64, {"diffusion_rate": 0.3}),
-    ],
+    ("name", "case"),
+    zip(
+        EXCHANGES,
+        cycle(
+            [
+                ("tail", torch.float64, {}),
+                ("torus", torch.float32, {}),
+                ("ring", torch.float64, {"diffusion_rate": 0.3}),
+            ]
+        ),
+        strict=False,
+    ),
 )
-@pytest.mark.parametrize("name", EXCHANGES)
-def test_synchronous_exchanges_are_the_rule_of_all_workers(name, topology, dtype, more):
+def test_synchronous_exchanges_are_the_rule_of_all_workers(name, case):
     """Also of matrices that PowerGossip does not compress."""
+    topology, dtype, more = case
     x = start(9, dtype)
     expected = vectorized(x, topology, name, 4, **more)
     averaging_clock(x, topology, name, **more).run(4)
@@ -166,20 +171,6 @@ def test_a_part_of_another_shape_is_skipped_and_a_message_too_far_ahead_is_ignor
     worker.apply(1)
     assert (edge.own, edge.k) == (None, 1)
     assert torch.equal(worker.rule.x, x)
-
-
-@pytest.mark.parametrize("name", ["power rank 2", "top-k"])
-def test_the_sum_of_late_exchanges_changes_no_worker(name):
-    clock = averaging_clock(start(8, torch.float32), name=name, values=LATE)
-    for _ in range(100):
-        clock.advance()
-        before = copy.deepcopy(clock.state_dict())
-        x = {index: worker.rule.x.clone() for index, worker in clock.workers.items()}
-        if sum_of_unapplied(clock).any():
-            break
-    assert sum_of_unapplied(clock).any()
-    assert_same(clock.state_dict(), before)
-    assert_same({index: worker.rule.x for index, worker in clock.workers.items()}, x)
 
 
 @pytest.mark.long
@@ -359,7 +350,7 @@ def test_a_rule_resumes_anywhere_in_a_step_with_the_same_bits(rule):
     for _ in range(100):
         states.append(copy.deepcopy((clock.state_dict(), problem.x, problem.grad)))
         clock.advance()
-    for event in range(0, 60, 11):
+    for event in (0, 19, 44):
         state, x, grad = states[event]
         again, resumed = started()
         resumed.run(1)
@@ -378,10 +369,9 @@ def test_a_rule_resumes_anywhere_in_a_step_with_the_same_bits(rule):
     [
         {},
         {"speeds": {1: 0.4}},
-        {"stops": [{"worker": 1, "at": 0.5, "seconds": 1.3}, {"worker": 2, "at": 1, "seconds": 2}]},
         {"deaths": [{"worker": 2, "at": 1.5}], "speeds": {1: 0.4}},
     ],
-    ids=["alike", "slow", "stops", "death"],
+    ids=["alike", "slow", "death"],
 )
 def test_a_clock_resumes_after_each_event(values):
     """Also between events at the same time, such as the resumptions of workers that waited."""

@@ -179,10 +179,8 @@ Exact = tuple[str, str, str, dict[str, Any], float, dict[str, Any]]
 EXACT: list[Exact] = [
     ("gradient-tracking", "plain", "synchronous", CHURN, 0.1, {}),
     ("gradient-tracking", "plain", "bounded", LATER_DEATHS, 0.05, {}),
-    ("gradient-tracking", "plain", "asynchronous", CHURN, 0.05, {}),
     ("diloco", "plain", "synchronous", CHURN, 0.1, CORRECTED),
     ("diloco", "top-k", "bounded", LATER_DEATHS, 0.03, CORRECTED),
-    ("diloco", "power", "asynchronous", CHURN, 0.05, CORRECTED),
     ("k-gt", "plain", "asynchronous", CHURN, 0.02, {"local_steps": 2}),
     ("momentum-tracking", "power", "asynchronous", CHURN, 0.005, {}),
     ("beer", "top-k", "asynchronous", CHURN, 0.02, {}),
@@ -206,7 +204,8 @@ def test_survivors_find_their_optimum(rule, name, gossip, events, rate, options)
         values={**events, **LATER},
         rule_options=options,
     )
-    clock.run_until(400)
+    while clock.now < 400 and (clock.now < 150 or of_survivors(problem, clock.alive) > 1e-2):
+        clock.run_until(clock.now + 50)
     assert of_survivors(problem, clock.alive) < 1e-2
 
 
@@ -316,44 +315,6 @@ def test_the_models_of_the_others_do_not_move_at_a_join(name, gossip, topology):
     assert clock.alive == list(range(16))
 
 
-class Noisy(Quadratics):
-    """Quadratics with the same optimum, far from zero, whose gradients have noise."""
-
-    def __init__(self, seed: int):
-        super().__init__()
-        self.a, self.b = torch.ones_like(self.a), self  # type: ignore[assignment]
-        self._generator = torch.Generator().manual_seed(seed)
-
-    def __getitem__(self, worker: int) -> torch.Tensor:
-        noise = torch.randn(self.layout.size, dtype=self.x.dtype, generator=self._generator)
-        return 50 + noise
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("name", "seed"),
-    [("plain", 0), *(pytest.param("power", s, marks=pytest.mark.slow) for s in (1, 2))],
-)
-def test_consensus_is_as_before_soon_after_a_join(name, seed):
-    problem = Noisy(seed)
-    values = {"deaths": [{"worker": 3, "at": 200.25}], "joins": [{"worker": 3, "at": 240.25}]}
-    clock = learning_clock(problem, "dpsgd", 0.1, name=name, values=values, seed=seed)
-
-    def distance_at(seconds: float) -> float:
-        clock.run_until(seconds)
-        x = problem.x[clock.alive]
-        return float((x - x.mean(0)).square().sum(1).mean().sqrt())
-
-    before = np.median([distance_at(t + 0.75) for t in range(100, 200)])
-    gap = topologies.make("ring", 8).spectral_gap
-    distance_at(240.5)
-    after = [distance_at(241.75 + t) for t in range(int(3 / gap))]
-    assert clock.alive == list(range(8))
-    assert min(after) <= before
-    later = [distance_at(300.75 + t) for t in range(100)]
-    assert np.median(later) == pytest.approx(before, rel=0.2)
-
-
 def test_a_worker_that_is_absent_at_the_start_joins():
     x = start(6, torch.float64)
     clock = averaging_clock(x, values={"joins": [{"worker": 5, "at": 4.0}]})
@@ -362,29 +323,3 @@ def test_a_worker_that_is_absent_at_the_start_joins():
     assert clock.alive == [0, 1, 2, 3, 4, 5]
     clock.run_until(200.0)
     assert float((x - x.mean(0)).abs().max()) < 1e-9
-
-
-@pytest.mark.parametrize("at", [0.5, 2.0])
-def test_a_stop_within_a_gradient_makes_it_longer(at):
-    values = {"speeds": {1: 0.25}, "stops": [{"worker": 1, "at": at, "seconds": 1.5}]}
-    clock = averaging_clock(start(4, torch.float64), gossip="asynchronous", values=values)
-    clock.run_until(5.4)
-    assert clock.workers[1].steps == 0
-    clock.run_until(5.6)
-    assert clock.workers[1].steps == 1
-    clock.run_until(9.6)
-    assert clock.workers[1].steps == 2
-
-
-def test_a_stopped_worker_takes_no_step_and_goes_on():
-    x = start(4, torch.float64)
-    values = {"stops": [{"worker": 1, "at": 3.5, "seconds": 10.0}]}
-    clock = averaging_clock(x, gossip="asynchronous", values=values)
-    clock.run_until(13.9)
-    assert [clock.workers[i].steps for i in range(4)] == [13, 3, 13, 13]
-    clock.run_until(15.0)
-    assert clock.workers[1].steps == 5
-    assert (
-        float(x.sum(0).add(sum_of_unapplied(clock)).sub(start(4, torch.float64).sum(0)).abs().max())
-        < 1e-12
-    )

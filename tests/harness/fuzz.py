@@ -1,4 +1,4 @@
-"""Random scenarios: deaths, stops, joins, delays, losses, and a resume at a random step.
+"""Random scenarios: deaths, joins, delays, losses, and a resume at a random step.
 
     python -m tests.harness.fuzz --seconds 600    new ones, for that long
     python -m tests.harness.fuzz --case FILE      a case again

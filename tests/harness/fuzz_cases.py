@@ -227,12 +227,6 @@ def _scenario(d: _Draws, n: int, seconds: float) -> dict[str, Any]:
         values["loss"] = _loss(d)
     if d.chance(0.6):
         values |= _churn(d, n, seconds, time)
-    if d.chance(0.3):
-        values["stops"] = [
-            {"worker": w, "at": time(0.0, seconds), "seconds": time(0.1, 5.0)}
-            for w in range(n)
-            if d.chance(0.3)
-        ]
     return values
 
 

@@ -202,17 +202,6 @@ def test_bad_input_is_rejected() -> None:
         run(ddp, optimizer, range(1))
 
 
-@pytest.mark.parallel([2])
-def test_parameters_that_are_not_those_of_a_loaded_state_give_a_warning() -> None:
-    ddp, optimizer, state = hooked()
-    run(ddp, optimizer, range(2))
-    state.load_state_dict(state.state_dict())
-    with torch.no_grad():
-        ddp.module[0].bias.add_(1)
-    with pytest.warns(UserWarning, match="not those with which the state was saved"):
-        run(ddp, optimizer, range(1))
-
-
 @pytest.mark.long
 def test_alone_it_is_ddp_without_a_hook(monkeypatch: pytest.MonkeyPatch) -> None:
     barriers = barriers_of(monkeypatch)

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Replicate, Shard
 
 from powergossip.compressors import TopK
 from powergossip.network import processes
@@ -246,31 +245,6 @@ def test_mixed_precision_averages_the_parameters_in_float32() -> None:
     everywhere = processes().gather(whole(model))
     assert all(torch.equal(x, everywhere[0]) for x in everywhere)
     assert (whole(model) - whole(mlp())).abs().max() > 0.01
-
-
-@pytest.mark.parallel([4])
-@pytest.mark.parametrize("given", [{}, {"learning": "gradient-tracking"}, CORRECTED])
-def test_parameters_that_are_whole_in_all_shards(given: dict[str, Any]) -> None:
-    where = replicas(2)
-    start = torch.arange(15.0).view(5, 3), torch.arange(7.0)
-    places = Replicate(), Shard(0)
-    sharded: list[Any] = [
-        nn.Parameter(divided(x, where, place)) for x, place in zip(start, places, strict=True)
-    ]
-    plain = [nn.Parameter(x.clone()) for x in start]
-    group = where.between.get_group()
-    for parameters, among in (
-        (sharded, {"mesh": where.between}),
-        (plain, {"process_group": group}),
-    ):
-        optimizer = GossipOptimizer(SGD(parameters), "power-gossip", **given, **among)
-        for t in range(4):
-            optimizer.zero_grad()
-            losses = [(p - where.replica * t).square().sum() for p in parameters]
-            (losses[0] + losses[1]).backward()
-            optimizer.step()
-    for parameter, expected in zip(sharded, plain, strict=True):
-        torch.testing.assert_close(parameter.full_tensor(), expected.data, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parallel([4])

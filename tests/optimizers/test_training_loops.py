@@ -208,11 +208,7 @@ def test_two_groups_train_independently(name: str) -> None:
 RESUMED: dict[str, tuple[Callable[..., Any], float]] = {
     "powersgd": (lambda m, g=None: PowerSGD(m.parameters(), AT_ONCE, process_group=g), 0.9),
     "dgc": (
-        lambda m, g=None: DGC(
-            m.parameters(),
-            DGCConfig(compress_ratio=0.1, num_batches_per_step=2),
-            process_group=g,
-        ),
+        lambda m, g=None: DGC(m.parameters(), DGCConfig(compress_ratio=0.1), process_group=g),
         0.0,
     ),
     "ef-sgd": (
@@ -229,7 +225,7 @@ RESUMED: dict[str, tuple[Callable[..., Any], float]] = {
 @pytest.mark.parallel([2])
 @pytest.mark.parametrize("name", RESUMED)
 def test_a_resumed_loop_is_the_same_to_the_bit(name: str) -> None:
-    """Within a step of several batches, while the learning rate changes."""
+    """While the learning rate changes."""
     make, momentum = RESUMED[name]
 
     def begun(seed: int, steps: range) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
@@ -502,17 +498,6 @@ def test_a_closure_computes_at_the_mixed_parameters() -> None:
     for _ in range(3):
         optimizer.step(closure)
     assert optimizer.bits == 3 * 2 * 32 * len(numbers(model))
-
-
-@pytest.mark.parallel([4])
-def test_a_step_without_gradients_mixes() -> None:
-    model, optimizer = overlapping()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(processes().rank)
-    before = everywhere(model)
-    optimizer.step()
-    torch.testing.assert_close(everywhere(model), mixing() @ before)
 
 
 def test_overlapping_all_reduce_is_rejected() -> None:

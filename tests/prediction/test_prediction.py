@@ -87,19 +87,6 @@ def test_an_all_reduce_in_few_bits_is_a_small_all_reduce() -> None:
     assert network.messages[0] - first[1] == traffic.messages(8, 2)
 
 
-def test_a_graph_that_a_method_cannot_use_is_known() -> None:
-    works = {
-        (name, graph): not METHODS[name].rejects(topologies.make(graph, 8))
-        for name in ("D-PSGD", "PowerGossip, 1 iteration", "CHOCO, sign", "PowerSGD, rank 2")
-        for graph in ("ring", "exponential", "base-graph")
-    }
-    assert [key for key, fits in works.items() if not fits] == [
-        ("PowerGossip, 1 iteration", "exponential"),
-        ("CHOCO, sign", "exponential"),
-        ("CHOCO, sign", "base-graph"),
-    ]
-
-
 def test_cpu_time_of_a_neighbor_is_the_difference_between_rings(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
