@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.data import IterableDataset, default_collate
 
 from powergossip.errors import BadInput
@@ -442,18 +442,11 @@ def _described(value: object) -> str:
 
 
 def _moved(batch: Any, device: torch.device) -> Any:
-    """The batch with its tensors on a device."""
-    if isinstance(batch, Tensor):
-        return on_device(batch, device)
-    if hasattr(batch, "to"):
-        return batch.to(device)
-    if isinstance(batch, Mapping):
-        return {key: _moved(value, device) for key, value in batch.items()}
-    if isinstance(batch, (tuple, list)):
-        return _like(batch, [_moved(value, device) for value in batch])
-    return batch
+    """The batch with its tensors, and other parts that have a method `to`, on a device."""
 
+    def moved(part: Any) -> Any:
+        if isinstance(part, Tensor):
+            return on_device(part, device)
+        return part.to(device) if hasattr(part, "to") else part
 
-def _like(batch: Any, values: list[Any]) -> Any:
-    """These values in a sequence of the same type: a list, a tuple, or a named tuple."""
-    return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
+    return tree_map(moved, batch, is_leaf=lambda part: hasattr(part, "to"))
