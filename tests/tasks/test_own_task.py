@@ -519,7 +519,7 @@ def test_errors_in_names_and_options_are_one_sentence(
 
 
 class Half:
-    samples, steps_per_epoch = {}, 3
+    steps_per_epoch = 3
 
 
 def rejects(m: Any) -> None:
