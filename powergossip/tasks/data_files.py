@@ -10,7 +10,6 @@ import gzip
 import importlib.util
 import os
 import tempfile
-import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from typing import Any
 from powergossip.atomic_files import scratch
 
 GZIP_MAGIC = b"\x1f\x8b"
-PATIENCE = 5.0  # seconds: timeout of the hub
+PATIENCE = 5.0  # seconds until the hub must have answered
 
 
 @dataclass(frozen=True)
@@ -181,28 +180,18 @@ def _fetch(source: DataSource) -> _Problem | None:
 
 
 def out_of_reach(name: str) -> _Problem | None:
-    """The problem with reaching this dataset on the hub, if there is one, within `PATIENCE`.
+    """The problem with reaching this dataset on the hub, if there is one.
 
-    The library retries for minutes, and a name lookup cannot be interrupted. Hence one attempt, in
-    a daemon thread that may outlive the call.
+    One attempt: the library retries for minutes.
     """
     if importlib.util.find_spec("datasets") is None:
         return _Problem("Hugging Face datasets is not installed", "pip install datasets")
     from huggingface_hub import HfApi
 
-    found = [f"the Hugging Face hub did not answer within {PATIENCE:g} s"]
-
-    def ask() -> None:
-        try:
-            HfApi().dataset_info(name, timeout=PATIENCE)
-            found.clear()
-        except Exception as error:
-            first_line = next(iter(str(error).splitlines()), "")
-            found[0] = (
-                f"the Hugging Face hub is out of reach ({type(error).__name__}: {first_line})"
-            )
-
-    asking = threading.Thread(target=ask, daemon=True)
-    asking.start()
-    asking.join(PATIENCE)
-    return _Problem(found[0], "connect to the internet") if found else None
+    try:
+        HfApi().dataset_info(name, timeout=PATIENCE)
+    except Exception as error:
+        first_line = next(iter(str(error).splitlines()), "")
+        reason = f"the Hugging Face hub is out of reach ({type(error).__name__}: {first_line})"
+        return _Problem(reason, "connect to the internet")
+    return None

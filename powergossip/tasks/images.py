@@ -181,6 +181,8 @@ class ImageClassification(modules.ModelTask):
             splits |= {"train": train.where(~held), "valid": train.where(held)}
             train = splits["train"]
         self._shards = Partition(train.labels, options)
+        self.steps_per_epoch = self._shards.steps_per_epoch
+        self.samples = {name: len(data.labels) for name, data in splits.items()}
         self._options = options
         self._n_labels = n_labels
         built_in = modules.architectures(
@@ -200,16 +202,6 @@ class ImageClassification(modules.ModelTask):
         self._ahead: dict[int, tuple[tuple[int, int, frozenset[int]], Pending]] = {}
 
     @property
-    def steps_per_epoch(self) -> int:
-        """Number of batches in an epoch, the same for all workers."""
-        return self._shards.steps_per_epoch
-
-    @property
-    def samples(self) -> Mapping[Split, int]:
-        """Number of images of each split. "valid" is absent if no images are held out."""
-        return {name: len(labels) for name, labels in self._labels.items()}
-
-    @property
     def fingerprints(self) -> dict[str, str]:
         """Hashes of the labels, and of the first images if they are in memory."""
         parts = {f"the {NAMES[split]} labels": of for split, of in self._labels.items()}
@@ -224,8 +216,7 @@ class ImageClassification(modules.ModelTask):
         Args:
             lost: Workers whose samples the others have, see Partition.
         """
-        assert 0 <= step < self.steps_per_epoch
-        samples = self._samples(worker, epoch, step, lost)
+        samples = self._shards.batch(worker, epoch, step, lost)
         images = self._pending(worker, epoch, step, lost, samples)()
         if self.augment is not None:
             images = self.augment(images, self._random(worker, epoch, step))
@@ -236,15 +227,11 @@ class ImageClassification(modules.ModelTask):
         reader = self._readers["train"]
         if self.augment is not None or reader.augments:
             return None
-        samples = self._shards.batch_samples(workers, epoch, step, self._options.batch_size)
+        samples = self._shards.full_batches(workers, epoch, step)
         if samples is None:
             return None
         images = self._normalize(reader.request(samples.flatten())())
         return images.unflatten(0, samples.shape), self._labels["train"][samples]
-
-    def _samples(self, worker: int, epoch: int, step: int, lost: frozenset[int]) -> Tensor:
-        size = self._options.batch_size
-        return self._shards.indices(worker, epoch, lost)[step * size : (step + 1) * size]
 
     def _random(self, worker: int, epoch: int, step: int) -> np.random.Generator:
         return generator(self._options.seed, "augment", epoch, worker, step)
@@ -259,7 +246,7 @@ class ImageClassification(modules.ModelTask):
 
         def request(step: int) -> Pending:
             return reader.request(
-                self._samples(worker, epoch, step, lost), self._random(worker, epoch, step)
+                self._shards.batch(worker, epoch, step, lost), self._random(worker, epoch, step)
             )
 
         known, pending = self._ahead.pop(worker, (None, None))

@@ -237,6 +237,12 @@ class LanguageModeling(LanguageTask):
     Words are int64 [stream, position], and the last entry is bool []. The state of a model is
     carried through an epoch and detached between batches, so that gradients end at the start of a
     sequence. Samples are words, in counts and metrics.
+
+    Attributes:
+        steps_per_epoch: Number of sequences per stream in the smallest piece, for all workers. The
+            last sequence may be shorter. `drop_last` omits it.
+        vocabulary: The word of each index.
+        splits: The words of each split: int64 [word of the text].
     """
 
     def __init__(
@@ -269,40 +275,16 @@ class LanguageModeling(LanguageTask):
             n_streams=N_STREAMS,
         )
         self._bounds = bounds(n_words, options.n_workers).tolist()
-        self._padding, self._vocabulary = corpus.padding, corpus.vocabulary
+        self._padding, self.vocabulary = corpus.padding, corpus.vocabulary
         n_targets = self._words_in_stream(n_words // options.n_workers) - 1
-        self._steps_per_epoch = (
-            n_targets // length if options.drop_last else -(-n_targets // length)
-        )
-        self._texts = {name: text.to(options.device) for name, text in corpus.splits.items()}
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """Number of sequences per stream in the smallest piece, for all workers.
-
-        The last sequence may be shorter. `drop_last` omits it.
-        """
-        return self._steps_per_epoch
+        self.steps_per_epoch = n_targets // length if options.drop_last else -(-n_targets // length)
+        self.splits = {name: text.to(options.device) for name, text in corpus.splits.items()}
+        self.samples = {name: len(text) for name, text in self.splits.items()}
 
     @property
     def fingerprints(self) -> dict[str, str]:
         """Hashes of the texts."""
-        return {f"the {NAMES[name]} texts": sha256(text) for name, text in self._texts.items()}
-
-    @property
-    def vocabulary(self) -> tuple[str, ...]:
-        """The word of each index."""
-        return self._vocabulary
-
-    @property
-    def splits(self) -> Mapping[Split, Tensor]:
-        """The words of each split: int64 [word of the text]."""
-        return self._texts
-
-    @property
-    def samples(self) -> Mapping[Split, int]:
-        """Number of words of each split. "valid" is absent without validation text."""
-        return {name: len(text) for name, text in self._texts.items()}
+        return {f"the {NAMES[name]} texts": sha256(text) for name, text in self.splits.items()}
 
     def batch(self, worker: int, epoch: int, step: int) -> Batch:
         """The words of a worker, their next words, and whether this is the first step of an epoch.
@@ -310,7 +292,7 @@ class LanguageModeling(LanguageTask):
         0 ≤ step < steps_per_epoch. The last entry is on the CPU.
         """
         assert 0 <= step < self.steps_per_epoch
-        piece = self._texts["train"][self._bounds[worker] : self._bounds[worker + 1]]
+        piece = self.splits["train"][self._bounds[worker] : self._bounds[worker + 1]]
         n_streams = self._options.batch_size
         words_in_stream = self._words_in_stream(len(piece))
         piece = piece[: n_streams * words_in_stream]
@@ -328,7 +310,7 @@ class LanguageModeling(LanguageTask):
 
     def streams(self, split: Split) -> tuple[Tensor, Tensor]:
         """The text of a split in 64 streams."""
-        return _streams(self._texts[split])
+        return _streams(self.splits[split])
 
     def derived(self, means: Mapping[str, float]) -> dict[str, float]:
         """The perplexity, exp of the mean cross-entropy; infinite if it overflows."""

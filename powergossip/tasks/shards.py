@@ -49,8 +49,8 @@ class Partition:
         """
         n_samples, n_workers = len(labels), options.n_workers
         smallest = smallest_shard(n_samples, options)
-        self._seed = options.seed
-        self._device = options.device
+        self._seed, self._device = options.seed, options.device
+        self._batch_size = options.batch_size
         self._bounds = bounds(n_samples, n_workers)
         self._fixed: np.ndarray | None = None  # [sample], worker after worker
         if options.column is not None:
@@ -89,16 +89,23 @@ class Partition:
         order, starts = self._order(epoch, lost)
         return order[starts[worker] : starts[worker + 1]]
 
+    def batch(self, worker: int, epoch: int, step: int, lost: frozenset[int] = NOBODY) -> Tensor:
+        """The samples of a worker's batch, 0 ≤ step < steps_per_epoch. `lost` as in `indices`."""
+        assert 0 <= step < self.steps_per_epoch
+        size = self._batch_size
+        return self.indices(worker, epoch, lost)[step * size : (step + 1) * size]
+
     def label_counts(self, labels: Tensor, n_labels: int, epoch: int) -> Tensor:
         """Number of samples per worker and label in an epoch: int64 [worker, label]."""
         shards = (labels[self.indices(worker, epoch)] for worker in range(len(self._bounds) - 1))
         return torch.stack([torch.bincount(shard, minlength=n_labels) for shard in shards]).cpu()
 
-    def batch_samples(self, workers: range, epoch: int, step: int, size: int) -> Tensor | None:
-        """The samples of the workers' batches of this size: int64 [worker, sample].
+    def full_batches(self, workers: range, epoch: int, step: int) -> Tensor | None:
+        """The samples of the workers' batches: int64 [worker, sample].
 
-        None if a worker has fewer left at this step.
+        None if a worker has fewer than a full batch.
         """
+        size = self._batch_size
         order, starts = self._order(epoch, NOBODY)
         bounds = np.array(starts[workers.start : workers.stop + 1])
         if np.diff(bounds).min() < (step + 1) * size:

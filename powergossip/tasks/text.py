@@ -142,16 +142,8 @@ class Text(LanguageTask):
             raise BadValue("decentralized_data_column", options.column, TOPIC)
         on_cpu = dataclasses.replace(options, device=torch.device("cpu"))
         self._shards = Partition(self._topics, on_cpu, column)
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """Number of batches in an epoch, the same for all workers."""
-        return self._shards.steps_per_epoch
-
-    @property
-    def samples(self) -> Mapping[Split, int]:
-        """Number of sequences of each split. "valid" is absent if no documents are held out."""
-        return {split: len(starts) for split, starts in self._starts.items()}
+        self.steps_per_epoch = self._shards.steps_per_epoch
+        self.samples = {split: len(starts) for split, starts in self._starts.items()}
 
     def sample(self, model: nn.Module) -> str | None:
         """A text that continues the prompt, of 400 tokens sampled from a model's p^(1/0.8).
@@ -190,9 +182,7 @@ class Text(LanguageTask):
         Args:
             lost: Workers whose samples the others have, see Partition.
         """
-        assert 0 <= step < self.steps_per_epoch
-        size = self._options.batch_size
-        samples = self._shards.indices(worker, epoch, lost)[step * size : (step + 1) * size]
+        samples = self._shards.batch(worker, epoch, step, lost)
         words, targets = self._sequences(self._starts["train"][samples.numpy()])
         return words, targets, torch.tensor(True)
 

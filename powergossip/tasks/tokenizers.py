@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -29,37 +29,26 @@ _FORMAT = 3  # of the files in the cache
 _DAMAGED = (OSError, ValueError, LookupError, TypeError)  # raised for files of the cache
 
 
-class Tokenizer(Protocol):
-    """A lossless conversion of texts to tokens."""
-
-    @property
-    def byte_counts(self) -> np.ndarray:
-        """Number of bytes of each token: int64 [token]."""
-        ...
-
-    def encode(self, content: bytes) -> np.ndarray:
-        """The tokens of a text in UTF-8, without `END`."""
-        ...
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """The text of tokens. `END` is a blank line."""
-        ...
-
-
 class Bytes:
-    """The bytes of a text. `END` is the byte 0, which no text has."""
+    """The bytes of a text. `END` is the byte 0, which no text has.
+
+    Attributes:
+        byte_counts: Number of bytes of each token: int64 [token].
+    """
 
     byte_counts = np.array([0] + 255 * [1])
 
     def encode(self, content: bytes) -> np.ndarray:
+        """The tokens of a text in UTF-8, without `END`."""
         return np.frombuffer(content, np.uint8)
 
     def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens. `END` is a blank line."""
         return bytes(tokens).replace(b"\0", b"\n\n").decode(errors="replace")
 
 
 class BytePairs:
-    """Byte pair encoding of words, by Hugging Face tokenizers. Any text can be encoded.
+    """Byte pair encoding of words, by Hugging Face tokenizers, with the methods of `Bytes`.
 
     References:
         - Sennrich, Haddow & Birch (2016), arXiv:1508.07909.
@@ -97,6 +86,9 @@ class BytePairs:
             for ends, run in groupby(tokens, lambda token: token == END)
         ]
         return "".join(texts)
+
+
+Tokenizer = Bytes | BytePairs  # lossless conversions of texts to tokens
 
 
 @dataclass(frozen=True)

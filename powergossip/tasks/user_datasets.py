@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.data import IterableDataset, default_collate
 
 from powergossip.errors import BadInput
@@ -127,6 +127,8 @@ class DatasetTask(modules.ModelTask):
         self._shards = Partition(
             unlabeled if self._labels is None else self._labels, on_cpu, column
         )
+        self.steps_per_epoch = self._shards.steps_per_epoch
+        self.samples = {split: len(indices) for split, indices in self._indices.items()}
         super().__init__(self._models(), options.device)
 
     # --- Data ---
@@ -177,16 +179,6 @@ class DatasetTask(modules.ModelTask):
         return values
 
     @property
-    def steps_per_epoch(self) -> int:
-        """Number of batches in an epoch, the same for all workers."""
-        return self._shards.steps_per_epoch
-
-    @property
-    def samples(self) -> Mapping[Split, int]:
-        """Number of samples of each split. "valid" is absent without validation data."""
-        return {split: len(indices) for split, indices in self._indices.items()}
-
-    @property
     def fingerprints(self) -> dict[str, str]:
         """Hashes of the labels, if they are known, of the first samples and of worker 0's shard.
 
@@ -235,8 +227,7 @@ class DatasetTask(modules.ModelTask):
         return _moved(pending.wait(), self._options.device)
 
     def _request(self, worker: int, epoch: int, step: int, lost: frozenset[int]) -> Pending:
-        size = self._options.batch_size
-        positions = self._shards.indices(worker, epoch, lost)[step * size : (step + 1) * size]
+        positions = self._shards.batch(worker, epoch, step, lost)
         samples = tuple(self._indices["train"][positions.numpy()].tolist())
         seed = torch_seed(self._options.seed, "samples", epoch, worker, step)
         return self._loader.request(Request("train", samples, seed))
@@ -442,18 +433,11 @@ def _described(value: object) -> str:
 
 
 def _moved(batch: Any, device: torch.device) -> Any:
-    """The batch with its tensors on a device."""
-    if isinstance(batch, Tensor):
-        return on_device(batch, device)
-    if hasattr(batch, "to"):
-        return batch.to(device)
-    if isinstance(batch, Mapping):
-        return {key: _moved(value, device) for key, value in batch.items()}
-    if isinstance(batch, (tuple, list)):
-        return _like(batch, [_moved(value, device) for value in batch])
-    return batch
+    """The batch with its tensors, and other parts that have a method `to`, on a device."""
 
+    def moved(part: Any) -> Any:
+        if isinstance(part, Tensor):
+            return on_device(part, device)
+        return part.to(device) if hasattr(part, "to") else part
 
-def _like(batch: Any, values: list[Any]) -> Any:
-    """These values in a sequence of the same type: a list, a tuple, or a named tuple."""
-    return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
+    return tree_map(moved, batch, is_leaf=lambda part: hasattr(part, "to"))

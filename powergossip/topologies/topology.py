@@ -404,9 +404,7 @@ class Topology:
         laplacian = self._laplacian
         if self.n_workers == 1:
             return 1.0, 1.0
-        if self.n_workers <= spectra.DENSE:
-            return float(self.eigenvalues[1]), float(self.eigenvalues[-1])
-        return spectra.sparse_extremes(laplacian)
+        return spectra.extremes(laplacian)
 
 
 def union_pattern(rounds: Sequence[Round]) -> csr_array:

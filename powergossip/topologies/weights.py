@@ -49,11 +49,6 @@ def best_constant(adjacency: csr_array) -> csr_array:
     if len(degree) == 1:
         return csr_array(adjacency)
     laplacian = csr_array(diags_array(degree.astype(np.float64)) - adjacency)
-    if len(degree) <= spectra.DENSE:
-        values = np.linalg.eigvalsh(laplacian.toarray())
-        low, high = float(values[1]), float(values[-1])
-    else:
-        low, high = spectra.sparse_extremes(laplacian)
-    weight = min(2 / (low + high), 1 / float(degree.max()))
+    weight = min(2 / sum(spectra.extremes(laplacian)), 1 / float(degree.max()))
     # Rounded, so that processes on different machines have the same weights.
     return csr_array(adjacency * math.floor(weight * GRID) / GRID)

@@ -39,18 +39,13 @@ ARRAY = np.zeros((3, 4, 5))
     ("content", "found"),
     [
         (b"", "is not an IDX file"),
-        (idx_bytes(ARRAY)[:10], "is damaged: 10 bytes"),
         (idx_bytes(ARRAY)[:-1], "is damaged: 75 bytes, .* 3 × 4 × 5 bytes"),
-        (idx_bytes(ARRAY) + b"0", "is damaged: 77 bytes"),
         (idx_bytes(ARRAY, (0, 0, 9, 3)), "starts with 00000903 instead of 00000803"),
-        (idx_bytes(ARRAY, (1, 0, 8, 3)), "starts with 01000803"),
         (idx_bytes(np.zeros((50, 5))), "starts with 00000802"),
-        (b"<html>Not Found</html>", "starts with 3c68746d"),
         (idx_bytes(np.zeros((0, 4, 5))), "is damaged: 16 bytes"),
         (gzip.compress(idx_bytes(ARRAY))[:-12], "damaged or truncated"),
         (gzip.compress(idx_bytes(ARRAY))[:10] + b"\xff" * 20, "damaged or truncated"),
         (gzip.compress(idx_bytes(ARRAY))[:-8] + bytes(8), "damaged or truncated: .*CRC"),
-        (gzip.compress(idx_bytes(ARRAY)[:-1]), "is damaged: 75 bytes"),
     ],
     ids=lambda value: value.strip(" :") if isinstance(value, str) else "",
 )

@@ -1,6 +1,5 @@
 """ImageNet from a folder: layout, random parts, scaling."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ from PIL import Image
 
 from powergossip import tasks
 from powergossip.randomness import generator
-from powergossip.runs import metrics
 from powergossip.tasks.imagenet import ASPECTS, ATTEMPTS, N_RANDOM, Decoder, random_part
 from tests.harness.small_data import write_imagenet
 from tests.harness.training import run
@@ -87,19 +85,6 @@ def test_held_out_images_are_no_training_images(folder: Path) -> None:
     assert task.batches(range(2), 0, 0) is None  # each image is augmented by itself
     model = task.model("ResNet18", 1)
     assert task.evaluate(model, "valid")["count"] == 3
-
-
-@pytest.mark.long
-def test_a_run_on_a_folder_has_rows_of_top5_accuracy(tmp_path: Path) -> None:
-    write_imagenet(tmp_path / "data", n_labels=6, n_train=4)
-    keys = {"task": "ImageNet", "task_architecture": "ResNet18", "batch_size": 5, "num_epochs": 1}
-    of_run = {"n_workers": 2, "optimizer": "dpsgd", "task_options": SMALL, "log_verbosity": 0}
-    run(tmp_path / "run", keys | of_run | {"data_dir": str(tmp_path / "data")})
-    rows = metrics.load(tmp_path / "run")
-    found = rows[rows["name"] == "top5_accuracy"].groupby("split")["value"].count()
-    assert found.to_dict() == {"test": 2, "test_avg": 1}
-    facts = json.loads((tmp_path / "run" / "info.json").read_text())
-    assert facts["steps_per_epoch"] == 3  # of 5, 5 and 2 images
 
 
 # The images.

@@ -120,10 +120,6 @@ def test_sizes_that_do_not_fit_are_rejected_in_sequences() -> None:
         r"2 workers",
     ):
         numbered_task(144, n_workers=2, batch_size=13)
-    with pytest.raises(ValueError, match=r"^n_workers=0: use 1 or more$"):
-        numbered_task(144, n_workers=0)
-    with pytest.raises(ValueError, match=r"^batch_size=0: use 1 or more$"):
-        numbered_task(144, batch_size=0)
 
 
 @pytest.mark.parametrize("n_workers", [1, 2, 3])
@@ -190,7 +186,7 @@ def test_an_evaluation_is_over_every_word_but_the_first(length: int) -> None:
     assert task.evaluate(model) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(("n_parts", "n_test"), [(2, 500), (5, 40), (64, 500), (100, 2)])
+@pytest.mark.parametrize(("n_parts", "n_test"), [(5, 40), (100, 2)])
 def test_parts_of_an_evaluation_add_up(n_parts: int, n_test: int) -> None:
     """Also of fewer words than parts, of which some have none."""
     task = LanguageModeling(corpus(600, n_test), 5, options(), {"hidden_size": 8})
@@ -279,17 +275,8 @@ def test_topics_for_testing_are_not_trained_on() -> None:
     common = [line for line in set(trained) & set(tested) if len(line.split()) >= 10]
     # Whole paragraphs have only one place; a long line of another one is rarely the same.
     assert len(common) <= 0.01 * len(tested)
-    known = set(train)
-    assert sum(word not in known for word in test) < 0.1 * len(test)
-
-
-def test_topics_are_assigned_by_their_names() -> None:
-    share = sum(texts.is_test_topic(f"topic {i}") for i in range(2000)) / 2000
-    assert share == pytest.approx(0.1, abs=5 * math.sqrt(0.09 / 2000))
-    found = [
-        name for name in ("assert", "class", "for", "types", "with") if texts.is_test_topic(name)
-    ]
-    assert found == ["class", "for", "with"]
+    names = ("assert", "class", "for", "types", "with")
+    assert [name for name in names if texts.is_test_topic(name)] == ["class", "for", "with"]
 
 
 # Files.

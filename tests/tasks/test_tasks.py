@@ -179,21 +179,6 @@ def test_batches_do_not_depend_on_what_was_asked_before(any_task: tasks.Task) ->
     assert not equal(in_order[0, 0, 0], in_order[0, 0, 1])
 
 
-def test_epochs_are_of_full_batches_but_the_last_one(any_task: tasks.Task, name: str) -> None:
-    if name == "LSTM":
-        return
-    last = any_task.steps_per_epoch - 1
-    sizes = {step: {len(any_task.batch(w, 1, step)[1]) for w in range(3)} for step in (0, last)}
-    assert sizes[0] == {5}
-    shard = any_task.samples["train"] // 3  # or one more sample
-    rest = shard % 5
-    if rest < 2:
-        assert (last + 1, sizes[last]) == (shard // 5, {5})
-    else:
-        assert last == shard // 5
-        assert sizes[last] <= {rest, rest + 1}
-
-
 def test_batches_of_images_are_normalized(any_task: tasks.Task, name: str) -> None:
     if name in (*LANGUAGE, "ImageNet"):  # ImageNet has fixed constants
         return

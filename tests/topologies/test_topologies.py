@@ -141,15 +141,6 @@ def test_a_step_contracts_as_predicted(name: str) -> None:
             assert kept == pytest.approx(topology.contraction(rate) ** topology.period, abs=1e-9)
 
 
-@pytest.mark.parametrize("name", UNDIRECTED)
-def test_metropolis_hastings_weights(name: str) -> None:
-    for topology in registered(name):
-        degree = topology.degrees
-        for i in range(topology.n_workers):
-            for j, weight in topology.round(0).sources(i):
-                assert weight == pytest.approx(1 / (1 + max(degree[i], degree[j])))
-
-
 def test_a_summary_in_full() -> None:
     assert make("chain", 8).summary().splitlines() == [
         "chain: 8 workers, 7 edges",
@@ -193,20 +184,15 @@ def test_random_graphs_depend_on_the_seed_only(name: str) -> None:
     [
         ("ring", 8, [2] * 8),
         ("ring", 2, [1, 1]),
-        ("ring", 1, [0]),
-        ("unidirectional-ring", 2, [1, 1]),
         ("chain", 4, [1, 2, 2, 1]),
         ("star", 4, [3, 1, 1, 1]),
         ("fully-connected", 5, [4] * 5),
-        ("torus", 16, [4] * 16),
         ("torus", 7, [2] * 7),
         ("torus", 6, [3] * 6),
         ("binary-tree", 8, [1, 3, 3, 3, 1, 1, 1, 1]),
         ("double-binary-tree", 8, [2, 4, 3, 4, 4, 3, 4, 2]),
-        ("exponential", 8, [3] * 8),
         ("exponential", 6, [3] * 6),
         ("equi-static", 9, [4] * 9),
-        ("random-regular", 10, [4] * 10),
         ("random-regular", 3, [2] * 3),
     ],
 )
@@ -214,15 +200,13 @@ def test_degrees(name: str, n: int, degrees: list[int]) -> None:
     assert make(name, n).degrees.tolist() == degrees
 
 
-def test_options_reach_the_graph() -> None:
-    assert make("random-regular", 10, options={"degree": 3}).degrees.tolist() == [3] * 10
-    lattice = make("watts-strogatz", 10, options={"degree": 6, "rewiring": 0})
-    assert [j for j, _ in lattice.round(0).sources(0)] == [1, 2, 3, 7, 8, 9]
-    assert len(make("watts-strogatz", 64, options={"rewiring": 1}).edges) == 128
-
-
 def test_neighbors() -> None:
     """The torus of eight is 2 × 4. Neighbors in a hypercube differ in one bit."""
+    lattice = make("watts-strogatz", 10, options={"degree": 6, "rewiring": 0})
+    assert [j for j, _ in lattice.round(0).sources(0)] == [1, 2, 3, 7, 8, 9]
+    peers = make("one-peer-exponential", 6)
+    assert [r.sources(0) for r in peers.rounds] == [[(5, 0.5)], [(4, 0.5)], [(2, 0.5)]]
+    assert peers.round(5).targets(0) == [(4, 0.5)]
     assert make("unidirectional-ring", 4).round(0).sources(0) == [(3, 0.5)]
     assert make("unidirectional-ring", 4).round(0).targets(0) == [(1, 0.5)]
     assert make("exponential", 8).round(0).sources(0) == [(4, 0.25), (6, 0.25), (7, 0.25)]
@@ -344,6 +328,8 @@ def test_every_connected_graph_averages(graph: nx.Graph) -> None:
     for i in range(n):
         sources = {j for j, _ in topology.round(0).sources(i)}
         assert sources == set(graph[i]) - {i}
+        for j, weight in topology.round(0).sources(i):
+            assert weight == pytest.approx(1 / (1 + topology.degrees[[i, j]].max()))
     W = topology.round(0).matrix().toarray()
     np.testing.assert_array_equal(W, W.T)
     np.testing.assert_allclose(W.sum(axis=0), 1, atol=1e-12)
@@ -379,11 +365,7 @@ def test_ten_thousand_workers_take_seconds() -> None:
     topology = make("random-regular", 10_000)
     # Friedman's theorem: the adjacency matrix' second eigenvalue is near 2√3.
     assert topology.spectral_gap == pytest.approx((4 - 2 * math.sqrt(3)) / 5, rel=0.02)
-    assert 1 < topology.best_diffusion_rate < 1.5
-    assert "10000 workers, 20000 edges" in topology.summary()
-    for name in sorted(VARYING - {"one-peer-equi"}):
-        options: dict[str, object] = {"graph": "random-regular"} if name == "round-robin" else {}
-        assert make(name, 10_000, options=options).n_workers == 10_000
+    assert make("epidemic", 10_000).n_workers == 10_000
 
 
 # Topologies that change from round to round
@@ -425,13 +407,6 @@ def test_random_rounds_are_drawn_until_they_connect() -> None:
     assert {len(ring.edges) for ring in rings} == {8}
     for seed in range(4):
         assert make("epidemic", 6, seed=seed, options={"s": 1, "period": 2}).period == 2
-
-
-def test_one_peer_exponential_goes_through_the_hops() -> None:
-    topology = make("one-peer-exponential", 6)
-    assert [r.sources(0) for r in topology.rounds] == [[(5, 0.5)], [(4, 0.5)], [(2, 0.5)]]
-    assert topology.round(5).targets(0) == [(4, 0.5)]
-    assert (talks(topology) == (make("exponential", 6).round(0).weights.toarray() > 0)).all()
 
 
 def test_one_peer_exponential_is_exact_for_powers_of_two() -> None:
@@ -487,7 +462,7 @@ def test_remaining_workers_of_a_base_graph_average_in_groups() -> None:
     assert weights[0, 9] == pytest.approx(9 / 13)
 
 
-@pytest.mark.parametrize(("n", "s"), [(2, None), (8, None), (8, 1), (8, 5), (8, 7)])
+@pytest.mark.parametrize(("n", "s"), [(2, None), (8, None), (8, 1), (8, 7)])
 def test_epidemics_send_to_s_and_average_what_arrives(n: int, s: int | None) -> None:
     topology = make("epidemic", n, seed=2, options={"s": s})
     for r in topology.rounds:
@@ -497,16 +472,9 @@ def test_epidemics_send_to_s_and_average_what_arrives(n: int, s: int | None) -> 
     assert topology.averages_exactly == (n == 2 or s == 7)
 
 
-@pytest.mark.long
-@given(connected_graphs())
-@settings(max_examples=30, deadline=None)
-def test_matchings_have_every_edge_once(graph: nx.Graph) -> None:
-    matches_every_edge_once(undirected("drawn", graph))
-
-
 @pytest.mark.parametrize("n", range(3, 9))
-def test_matchings_of_crowded_graphs(n: int) -> None:
-    """Where a color free at both ends is rare."""
+def test_matchings_have_every_edge_once(n: int) -> None:
+    """Of crowded graphs, where a color free at both ends is rare."""
     matches_every_edge_once(make("fully-connected", n))
     matches_every_edge_once(make("fully-connected", 2 * n + 1))
     for seed in range(3):
@@ -537,9 +505,7 @@ def test_round_robin_takes_any_graph(tmp_path: Path) -> None:
     assert torus.edges.tolist() == make("torus", 16).edges.tolist()
     path = write(tmp_path, "a.edgelist", "Zoe Ada\nBea Zoe\n")
     topology = make("round-robin", 3, options={"graph": path})
-    assert topology.edges.tolist() == [[0, 2], [1, 2]]
-    assert f"matchings of {path}; " in topology.summary()
-    assert "0 is Ada, 1 is Bea, 2 is Zoe" in topology.summary()
+    assert f"matchings of {path}; workers are the sorted names" in topology.summary()
 
 
 @pytest.mark.parametrize(
@@ -565,14 +531,11 @@ def matching(n: int, pairs: list[tuple[int, int]]) -> Round:
     return Round(csr_array(weights))
 
 
-def test_rounds_connect_together() -> None:
+def test_rounds_must_connect_all_workers() -> None:
     rounds = (matching(4, [(0, 1), (2, 3)]), matching(4, [(0, 2), (1, 3)]))
     assert len(Topology("square", rounds).edges) == 4
     with pytest.raises(ValueError, match=r'"half" is not connected: .* 2 components, workers 2, 3'):
         Topology("half", rounds[:1])
-
-
-def test_a_directed_graph_must_lead_everywhere() -> None:
     rows = [[0, 0, 0], [0.5, 0, 0], [0, 0.5, 0]]
     with pytest.raises(
         ValueError, match=r'"one way" is not strongly connected: .* edges in the other direction'
@@ -622,14 +585,13 @@ def test_nodes_with_names_are_workers_in_their_order() -> None:
         assert [len(topology.round(0).sources(i)) for i in range(3)] == [1, 2, 1]
     topology = undirected("drawn", nx.Graph([(2, 0), (0, 1)]))
     assert [len(topology.round(0).sources(i)) for i in range(3)] == [2, 1, 1]
-    with pytest.raises(ValueError, match='topology "drawn" is directed: use an undirected graph'):
-        undirected("drawn", nx.DiGraph([(0, 1), (1, 0)]))
-    alone = nx.Graph([(0, 1)])
-    alone.add_node(2)
-    with pytest.raises(ValueError, match='topology "drawn" is not connected'):
-        undirected("drawn", alone)
-    with pytest.raises(ValueError, match='topology "drawn" has no workers'):
-        undirected("drawn", nx.Graph())
+    for graph, words in (
+        (nx.DiGraph([(0, 1), (1, 0)]), "is directed: use an undirected graph"),
+        (nx.Graph([(0, 1), (2, 2)]), "is not connected"),
+        (nx.Graph(), "has no workers"),
+    ):
+        with pytest.raises(ValueError, match=f'topology "drawn" {words}'):
+            undirected("drawn", graph)
 
 
 # Files
@@ -738,11 +700,6 @@ def test_workers_are_the_sorted_names_of_a_file(tmp_path: Path) -> None:
 def test_bad_files_are_rejected(tmp_path: Path, name: str, text: str, n: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make(write(tmp_path, name, text), n)
-
-
-def test_unreadable_files_are_rejected(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="cannot be read: Is a directory"):
-        make(str(tmp_path), 4)
     (tmp_path / "picture").write_bytes(b"\x89PNG\xff\xfe")
     with pytest.raises(ValueError, match="picture cannot be read: it is not text"):
         make(str(tmp_path / "picture"), 4)
@@ -835,50 +792,30 @@ def test_weights_are_symmetric_and_doubly_stochastic(name: str, n: int, weights:
     assert topology.edges.tolist() == make(name, n, seed=3).edges.tolist()
 
 
-@pytest.mark.parametrize(
-    ("name", "n", "rate"), [("ring", 8, None), ("ring", 5, None), ("fully-connected", 6, 1 / 6)]
-)
-def test_no_other_constant_is_better_than_the_best(name: str, n: int, rate: float | None) -> None:
+@pytest.mark.parametrize(("name", "n"), [("ring", 5), ("fully-connected", 6)])
+def test_no_other_constant_is_better_than_the_best(name: str, n: int, tmp_path: Path) -> None:
     constant, plain = make(name, n, options={"weights": "constant"}), make(name, n)
     assert constant.best_diffusion_rate == pytest.approx(1)
-    assert rate is None or matrices(constant)[0][0, 1] == pytest.approx(rate)
     best = plain.contraction(plain.best_diffusion_rate)
     assert constant.contraction() == pytest.approx(best, abs=1e-9)
-
-
-def test_files_take_weights(tmp_path: Path) -> None:
-    file = tmp_path / "square.txt"
-    file.write_text("0 1\n1 2\n2 3\n3 0\n0 2\n")
-    weights = [
-        make(str(file), 4, options={"weights": w}).round(0).weights.toarray()[0, 1]
-        for w in ("metropolis", "constant")
-    ]
-    assert weights == pytest.approx([1 / 4, 1 / 3])
+    path = tmp_path / "a.edgelist"
+    nx.write_edgelist(nx.Graph(plain.edges.tolist()), path)
+    same_as(make(str(path), n, options={"weights": "constant"}), constant)
 
 
 def test_equal_fingerprints_are_those_of_equal_graphs() -> None:
     """Up to rounding, which may differ between computers."""
-    graphs = [make(name, 8) for name in TOPOLOGIES if accepts(name, 8)]
-    changed = [
-        Topology(
-            graph.name,
-            tuple(Round(r.weights * (1 - change)) for r in graph.rounds),
-            graph.row_stochastic,
-        ).fingerprint
-        for graph in graphs
-        for change in (1e-13, 0.01)
-    ]
-    assert changed[::2] == [graph.fingerprint for graph in graphs]
-    different = {tuple(map(str, (r.matrix().toarray() for r in g.rounds))) for g in graphs}
-    assert len({*changed}) == 2 * len(different)
-    w, rising = graphs[0].round(0).weights, np.linspace(0.1, 0.2, graphs[0].round(0).weights.nnz)
-    first, second = (
-        Topology(
-            "", (Round(csr_array((data, w.indices, w.indptr), shape=w.shape)),), True
-        ).fingerprint
-        for data in (rising, rising[::-1])
-    )
-    assert first != second
+    w = make("watts-strogatz", 8).round(0).weights
+
+    def fingerprint(data: np.ndarray) -> str:
+        weights = csr_array((data, w.indices, w.indptr), shape=w.shape)
+        return Topology("", (Round(weights),), row_stochastic=True).fingerprint
+
+    rising = np.linspace(0.1, 0.2, w.nnz)
+    assert fingerprint(rising) == fingerprint(rising * (1 - 1e-13))
+    found = [make(name, 5).fingerprint for name in ("ring", "chain", "star", "exponential")]
+    found += [fingerprint(rising), fingerprint(0.99 * rising), fingerprint(rising[::-1])]
+    assert len({*found}) == len(found)
 
 
 @pytest.mark.parametrize(
