@@ -79,11 +79,7 @@ class DGCConfig:
         require("momentum", 0 <= self.momentum < 1, "0 or more, below 1")
         clips = self.clip is None or (isfinite(self.clip) and self.clip > 0)
         require("clip", clips, "a number above 0, or None")
-        for name, least in (
-            ("max_adaptation_iters", 0),
-            ("warmup_epochs", -1),
-            ("seed", 0),
-        ):
+        for name, least in (("max_adaptation_iters", 0), ("warmup_epochs", -1), ("seed", 0)):
             value = getattr(self, name)
             ok = isinstance(checks.plain(value), int) and value >= least
             require(name, ok, f"an integer, {least} or more")

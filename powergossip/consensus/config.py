@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from powergossip.runs.configuration import OPTION
+from powergossip.runs.assignments import OPTION
 
 
 @dataclass

@@ -16,7 +16,8 @@ from powergossip.consensus.grids import OTHERS, RANGE_MIN
 from powergossip.consensus.methods import ALGORITHMS, ConsensusMethod
 from powergossip.network import Processes
 from powergossip.network import hosted_workers as hosted
-from powergossip.runs.configuration import OPTION, plain
+from powergossip.runs.assignments import OPTION
+from powergossip.runs.configuration import plain
 
 _MOST_SAMPLES = 1000  # of a rate or theta
 _MOST_ROWS = 2**15  # an element has 4 bytes, and its position 31 bits

@@ -14,7 +14,6 @@ import difflib
 import functools
 import gc
 import hashlib
-import json
 import math
 import re
 import sys
@@ -33,16 +32,16 @@ import yaml
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from powergossip import __version__, command_line, errors, exits, launcher, presets, reading
+from powergossip import __version__, command_line, errors, exits, launcher, reading
 from powergossip.errors import BadInput
-from powergossip.runs import metrics
-from powergossip.runs.files import CHECKPOINTS, CONFIG_FILE, INDEX
+from powergossip.runs import assignments
+from powergossip.runs.assignments import OPTION, Assignment
+from powergossip.runs.files import CONFIG_FILE
 from powergossip.runs.key_help import Help, defaults_of, every_key, schema, shown_value
 
 if TYPE_CHECKING:
     from powergossip.network import Processes
 
-OPTION = "optimizer_"  # of keys of options of methods
 METHODS = ("optimizer", f"{OPTION}compressor", "algorithm")  # keys that choose these options
 # Keys of a process or its host. All others have one value in a run.
 OF_PROCESS = {
@@ -67,19 +66,6 @@ class CommandLine(NamedTuple):
     explicit: list[str]
 
 
-class _Assignment(NamedTuple):
-    """One key=value. `key` may be dotted. `place` begins an error: "FILE.yaml, line 3: ", or ""."""
-
-    key: str
-    value: Any
-    place: str
-    explicit: bool
-
-    @property
-    def name(self) -> str:
-        return self.key.partition(".")[0]
-
-
 def read_command_line(
     config: DictConfig, arguments: Sequence[str], description: str, shown: Help = every_key
 ) -> CommandLine:
@@ -96,20 +82,24 @@ def read_command_line(
             YAML or has a key twice. `config` then stays as it is.
     """
     options = _parse(config, [*map(str, arguments)], description, shown)
-    assignments = [
-        *(a for file in _config_files(options.config) for a in _file_assignments(config, file)),
-        *map(_argument_assignment, options.assignments),
+    asked = [
+        *(
+            assignment
+            for file in assignments.config_files(options.config)
+            for assignment in assignments.of_file(config, file)
+        ),
+        *map(assignments.of_argument, options.assignments),
     ]
-    after = _after(config, assignments)
+    after = _after(config, asked)
     resume = any(key in config and after[key] for key in ("resume", "evaluate_only"))
     folder = options.output_dir
     if folder == "":
         raise BadInput('--output-dir "": use the name of a folder')
     if resume and folder and (Path(folder) / CONFIG_FILE).exists():
-        assignments = [*_saved_assignments(config, Path(folder)), *assignments]
-        _after(config, assignments)
-    _apply(config, assignments)
-    explicit = {a.name: a.explicit for a in assignments}  # the last one counts
+        asked = [*assignments.of_saved_run(config, Path(folder)), *asked]
+        _after(config, asked)
+    _apply(config, asked)
+    explicit = {a.name: a.explicit for a in asked}  # the last one counts
     return CommandLine(folder, [key for key in explicit if explicit[key] and key in config])
 
 
@@ -346,84 +336,19 @@ def _unknown_option(config: DictConfig, option: str, arguments: Sequence[str]) -
     return BadInput(f'option "{option}" is unknown; {hint}')
 
 
-def _argument_assignment(text: str) -> _Assignment:
-    """Parse key=value. Raises BadInput."""
-    key, equals, value = text.partition("=")
-    if not equals or not key:
-        raise BadInput(f'"{text}" is not an assignment; use key=value')
-    try:
-        return _Assignment(key, reading.value(value), "", explicit=True)
-    except reading.Unreadable as error:
-        shown = value if len(value) < 80 else f"{value[:80]}…"
-        raise BadInput(f"{key}={shown}: the value is not YAML ({error})") from error
-
-
-def _file_assignments(config: DictConfig, file: str) -> list[_Assignment]:
-    """The assignments of a --config file. Raises BadInput.
-
-    A file with nearly all keys of every run is a saved configuration, not written by hand. So is
-    config.yaml in a folder with the rows of a run. A saved one has options of its method alone.
-    """
-    path = Path(file)
-    content = _read_yaml(f"--config {file}", path)
-    beside_rows = path.name == CONFIG_FILE and (path.parent / metrics.FILE).exists()
-    run_keys = {key for key in config if not str(key).startswith(OPTION)}
-    saved = beside_rows or len(run_keys & content.keys()) > 0.9 * len(run_keys)
-    return _assignments(content, file, saved)
-
-
-def _assignments(
-    content: Mapping[Any, tuple[Any, int]], file: object, saved: bool
-) -> list[_Assignment]:
-    """The assignments of a file, key → (value, line)."""
-    return [
-        _Assignment(str(key), value, f"{file}, line {line}: ", not saved)
-        for key, (value, line) in content.items()
-    ]
-
-
-def saved_values(folder: Path) -> dict[Any, tuple[Any, int]]:
-    """Key → (value, line) of a run's config.yaml. Raises BadInput.
-
-    If that is missing, or a power failure has left it empty, the last checkpoint has the values.
-    """
-    file = folder / CONFIG_FILE
-    try:
-        return _read_yaml(str(file), file)
-    except BadInput:
-        if file.exists() and (not file.is_file() or file.read_bytes().strip(b"\0")):
-            raise
-        try:
-            index = json.loads((folder / CHECKPOINTS / INDEX).read_bytes())
-            return {key: (value, 1) for key, value in index["last"]["facts"]["config"].items()}
-        except (OSError, ValueError, LookupError, TypeError, AttributeError):
-            pass  # no such index
-        raise
-
-
-def _saved_assignments(config: DictConfig, folder: Path) -> list[_Assignment]:
-    """The values of a run's config.yaml, for keys that have their defaults in `config`."""
-    now: Any = OmegaConf.to_container(config)
-    defaults = defaults_of(schema(config))
-    values = {
-        k: v for k, v in saved_values(folder).items() if k not in now or now[k] == defaults.get(k)
-    }
-    return _assignments(values, folder / CONFIG_FILE, saved=True)
-
-
-def _after(config: DictConfig, assignments: Iterable[_Assignment]) -> DictConfig:
+def _after(config: DictConfig, asked: Iterable[Assignment]) -> DictConfig:
     """A copy of the configuration with the assignments. Raises BadInput."""
     copy = config.copy()
-    _apply(copy, assignments)
+    _apply(copy, asked)
     return copy
 
 
-def _apply(config: DictConfig, assignments: Iterable[_Assignment]) -> None:
+def _apply(config: DictConfig, asked: Iterable[Assignment]) -> None:
     """Make the assignments, options of a row of the user after the row. Raises BadInput.
 
     A saved configuration of such a row may have options that another method lacks.
     """
-    for assignment in sorted(assignments, key=lambda a: a.name not in config):
+    for assignment in sorted(asked, key=lambda a: a.name not in config):
         key = assignment.name
         lost = key not in config and key.startswith(OPTION) and not assignment.explicit
         if not lost or _has_own_row(schema(config), config):
@@ -539,36 +464,6 @@ def _report_once(error: Exception) -> None:
         exits.report(error)
     elif exits.are_several():
         time.sleep(0.3)
-
-
-def _config_files(given: Sequence[str]) -> list[str]:
-    """The files of `--config`: paths, and the files of the presets that are named, each once."""
-    found: list[str] = []
-    for name in given:
-        if Path(name).is_file():
-            found.append(name)
-        else:
-            paths = [str(path) for path in presets.files(name)]
-            found.extend([path for path in paths if path not in found] or [name])
-    return found
-
-
-def _read_yaml(label: str, file: Path) -> dict[Any, tuple[Any, int]]:
-    """Key → (value, line from 1) of a file, which errors call by its label. Raises BadInput."""
-    try:
-        text = reading.text(file)
-    except reading.Unreadable as error:
-        close = difflib.get_close_matches(str(file), presets.names(), n=3)
-        hint = f"; did you mean the preset {' or '.join(close)}?" if close else ""
-        raise BadInput(f"{label} cannot be read: {error}{hint}") from error
-    try:
-        content, lines = reading.document(text)
-    except reading.Unreadable as error:
-        raise BadInput(f"{label} is not YAML: {error}") from error
-    if not isinstance(content, dict):
-        found = "is empty" if content is None else f"contains a {type(content).__name__}"
-        raise BadInput(f"{label} {found}; use lines of the form key: value")
-    return {key: (value, lines.get(str(key), 1)) for key, value in content.items()}
 
 
 def _type_name(kind: Any) -> str:

@@ -58,7 +58,9 @@ def figure(rows: "DataFrame", path: Path | str, metric: str = "accuracy", sender
         if workers["worker"].nunique() > 1:
             by_epoch = (scale * workers["value"]).groupby(workers["epoch"])
             axes.fill_between(
-                *_wide_enough(by_epoch.min(), by_epoch.max()),
+                by_epoch.min().index,
+                by_epoch.min(),
+                by_epoch.max(),
                 color=_COLORS[0],
                 alpha=0.2,
                 linewidth=0,
@@ -374,13 +376,3 @@ def _plot(axes: "Axes", x: "Series", y: "Series", index: int, label: str) -> Non
 def _name(label: str) -> str:
     """The name of a line as it is: without TeX, and also one that matplotlib leaves out."""
     return label.replace("$", r"\$").replace("_", "\N{ZERO WIDTH SPACE}_", label.startswith("_"))
-
-
-def _wide_enough(low: "Series", high: "Series") -> tuple["Series", "Series", "Series"]:
-    """(x, low, high) of a band. A band of a single epoch is widened to be visible."""
-    import pandas as pd
-
-    if len(low) > 1:
-        return low.index.to_series(), low, high
-    x = pd.Series([low.index[0] - 0.02, low.index[0] + 0.02])
-    return x, pd.Series([low.iloc[0]] * 2), pd.Series([high.iloc[0]] * 2)

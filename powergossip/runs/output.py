@@ -28,7 +28,7 @@ from omegaconf import OmegaConf
 from powergossip.atomic_files import Drafts, clear_drafts
 from powergossip.checks import BadValue
 from powergossip.errors import BadInput, CannotWrite
-from powergossip.runs import checkpoints, configuration, metrics
+from powergossip.runs import assignments, checkpoints, metrics
 from powergossip.runs.files import CONFIG_FILE, DATE, DATED, FIGURE, INFO_FILE, SAMPLE
 from powergossip.runs.trackers import Resumed, Trackers
 
@@ -265,7 +265,7 @@ def run_to_resume(name: str | None, resume: bool | str, key: str = "resume") -> 
 def _is_run(folder: Path) -> bool:
     """True if a folder has a run of this program."""
     try:
-        return configuration.saved_values(folder).keys() >= _KEYS
+        return assignments.saved_values(folder).keys() >= _KEYS
     except BadInput:
         return False
 

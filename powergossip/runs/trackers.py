@@ -15,7 +15,7 @@ folder, and its files are in that folder.
 
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -60,7 +60,7 @@ class Tracker(Protocol):
         """End the run."""
 
 
-Begin = Callable[[Path, Mapping[str, Any], Resumed | None], Tracker]  # config: without its types
+Begin = Callable[[Path, Mapping[str, Any], Resumed | None], Tracker]
 
 
 def scalar(name: str, tags: Mapping[str, Any]) -> str:
@@ -180,11 +180,10 @@ class Trackers:
         self._pending: list[Scalar] = []
         self._step = 0
         check(config)
-        values = {str(key): _plain(value) for key, value in config.items()}
         for name, given in configured(config).items():
             begin = TRACKERS[name][0]
             try:
-                self._open[name] = begin(folder, values, resumed)
+                self._open[name] = begin(folder, config, resumed)
             except Exception as error:  # each has its own exceptions
                 self.close(complete=False)
                 raise ValueError(f"{given}: {_first_line(error)}") from error
@@ -227,15 +226,6 @@ class Trackers:
                     f"({_first_line(error)}); metrics.jsonl has them",
                     stacklevel=4,
                 )
-
-
-def _plain(value: Any) -> Any:
-    """A value of the configuration without the types of OmegaConf."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(entry) for key, entry in value.items()}
-    if isinstance(value, Iterable) and not isinstance(value, str):
-        return [_plain(entry) for entry in value]
-    return value
 
 
 def _first_line(error: BaseException) -> str:

@@ -214,13 +214,8 @@ def by_rule(models: Sequence[nn.Module], batch: Callable[[], Any]) -> bool:
         len(models) >= FEWEST_WORKERS
         and layers <= {nn.Linear, nn.Conv2d}
         and sum(parameter.numel() for parameter in model.parameters()) <= MOST_PARAMETERS
-        and (nn.Conv2d not in layers or _inputs(batch()).numel() <= MOST_PIXELS)
+        and (nn.Conv2d not in layers or tree_flatten(batch())[0][0].numel() <= MOST_PIXELS)
     )
-
-
-def _inputs(batch: Any) -> Tensor:
-    inputs: Tensor = tree_flatten(batch)[0][0]
-    return inputs
 
 
 def check(batched: BatchedGradient, batches: Sequence[Any]) -> None:

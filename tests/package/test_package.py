@@ -1,6 +1,7 @@
 """The package: what it imports, and where it can be used. What it installs: tests/environment/."""
 
 import ast
+import functools
 import os
 import re
 import subprocess
@@ -23,9 +24,9 @@ import topologies
 import train
 from powergossip import presets
 from powergossip.runs import configuration
-from tests.harness import launch
-from tests.harness.selection import imported
+from tests.harness import launch, selection
 
+imported = functools.cache(selection.imported)
 PACKAGE = launch.ROOT / "powergossip"
 TOP_LEVEL = {"algorithms", "compressors", "gossip_run", "topologies", "train"}
 
@@ -248,46 +249,6 @@ def test_a_catalogue_has_the_objects_of_its_package_and_lists_every_row(
         assert getattr(catalogue, name) is getattr(package, name), name
     for registry in registries:
         assert [name for name in getattr(catalogue, registry) if name not in words] == []
-
-
-# --- A folder with modules of the user's own ------------------------------------------------------
-
-OWN = ("runs/", "tasks/", "network/", "experiments/", "metrics.py", "errors.py", "parameters.py")
-DRIVER = """
-import errors, experiments, metrics, network, parameters, runs, tasks
-import train
-import gossip_run
-
-for module in (errors, experiments, metrics, network, parameters, runs, tasks):
-    assert module.MINE, "the user's own"
-
-train.config["task_architecture"] = "MLP"
-train.config["n_workers"] = 2
-train.config["num_epochs"] = 1
-train.config["max_steps_per_epoch"] = 2
-train.output_dir = "trained"
-train.main()
-gossip_run.config["n_workers"] = 4
-gossip_run.config["matrix_size"] = 10
-gossip_run.config["num_steps"] = 5
-gossip_run.output_dir = "gossiped"
-gossip_run.main()
-"""
-
-
-def test_a_driver_works_in_a_folder_with_modules_of_the_same_names(tmp_path: Path) -> None:
-    for name in OWN:
-        if name.endswith("/"):
-            (tmp_path / name).mkdir()
-            name += "__init__.py"
-        (tmp_path / name).write_text("MINE = True\n")
-    (tmp_path / "driver.py").write_text(DRIVER)
-    ended = launch.python("driver.py", cwd=tmp_path, fresh=True)
-    assert ended.returncode == 0, ended.stderr
-    assert "After 1 epoch" in ended.stdout
-    assert "final error" in ended.stdout
-    for folder in ("trained", "gossiped"):
-        assert (tmp_path / folder / "metrics.jsonl").stat().st_size > 0
 
 
 # --- Presets --------------------------------------------------------------------------------------

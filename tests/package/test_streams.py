@@ -11,8 +11,6 @@ import pytest
 from powergossip.runs import files, output
 from tests.harness import launch
 
-PROGRAMS = ["train.py", "gossip_run.py", "-m powergossip.compare", "-m powergossip.prediction"]
-PROGRAMS += ["-m powergossip.benchmark", "-m powergossip.mpi_check"]
 RUN = "train.py task_architecture=MLP num_epochs=2 max_steps_per_epoch=2 log_verbosity=2"
 SWEEP = "gossip_run.py n_workers=4 matrix_size=10 num_steps=100 algorithm=power_gossip"
 
@@ -31,11 +29,10 @@ def shell(command: str, **variables: str) -> tuple[int, str]:
     return ended.returncode, ended.stdout + ended.stderr
 
 
-@pytest.mark.parametrize("encoding", ["ascii", pytest.param("latin-1", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_help_is_printed_in_any_encoding(program: str, encoding: str) -> None:
-    command = f"{sys.executable} {program} --help"
-    code, text = shell(command, PYTHONIOENCODING=encoding)
+@pytest.mark.parametrize("program", ["train.py", "-m powergossip.prediction"])
+def test_help_is_printed_in_any_encoding(program: str) -> None:
+    """Of programs with keys and with options, which have their streams from two functions."""
+    code, text = shell(f"{sys.executable} {program} --help", PYTHONIOENCODING="ascii")
     assert (code, "Traceback" in text) == (0, False), text
 
 

@@ -1,6 +1,5 @@
 """A run that was killed resumes as if nothing had happened."""
 
-import hashlib
 import json
 import random
 import shlex
@@ -104,10 +103,6 @@ OTHER_CASES: list[dict[str, Any]] = [
     {"optimizer": "moniqua", "topology": "one-peer-exponential"},
 ]
 ALL_CASES = [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in OTHER_CASES)]
-KILLED = [
-    {"optimizer": "power-gossip"},
-    {"optimizer": "dgc", "optimizer_num_batches_per_step": 2, "optimizer_warmup_epochs": 1},
-]
 
 
 def label(case: dict[str, Any]) -> str:
@@ -136,19 +131,6 @@ def assert_equal_runs(one: Path, other: Path) -> None:
     """Rows and the last checkpoint, to the bit."""
     assert rows_of(one) == rows_of(other)
     assert_same(end_of(one), end_of(other))
-
-
-@pytest.mark.parametrize("case", KILLED, ids=label)
-def test_a_killed_run_resumes_to_the_bit(case: dict[str, Any], tmp_path: Path) -> None:
-    changes = SMALL | {"num_epochs": 2, "lr_schedule_milestones": [[1, 0.1]]} | case
-    run(tmp_path / "whole", changes)
-    steps = end_of(tmp_path / "whole")["step"]
-    step = random.Random(label(case)).randrange(int(steps // 2), int(steps))
-    killed(tmp_path / "killed", changes, "step", step)
-    before = rows_of(tmp_path / "killed")
-    assert len(before) < len(rows_of(tmp_path / "whole"))
-    run(tmp_path / "killed", changes | {"resume": True})
-    assert_equal_runs(tmp_path / "killed", tmp_path / "whole")
 
 
 @pytest.mark.parametrize("case", ALL_CASES, ids=label)
@@ -269,9 +251,8 @@ configuration.run_entry_point(train.main)
 @pytest.mark.parametrize(
     ("name", "before", "after"),
     [
-        ("SIGUSR1", 2, 1),
-        pytest.param("SIGTERM", 1, 4, marks=pytest.mark.slow),
-        pytest.param("SIGUSR1", 4, 1, marks=pytest.mark.slow),
+        ("SIGTERM", 2, 1),
+        pytest.param("SIGUSR1", 1, 4, marks=pytest.mark.slow),
     ],
 )
 def test_a_run_ended_by_a_signal_resumes_in_another_layout(
@@ -361,26 +342,12 @@ class _Forged:
 
 
 def test_a_forged_checkpoint_is_not_executed(tmp_path: Path) -> None:
-    folder, trace = tmp_path / "run", tmp_path / "trace"
-    run(folder, SMALL)
-    for part in folder.rglob("part-0.pt"):
-        old = part.read_bytes()
-        torch.save({"x": _Forged(trace)}, part)
-        new = part.read_bytes()
-        for index in folder.rglob("index.json"):
-            text = index.read_text()
-            for was, now in (
-                (hashlib.sha256(old).hexdigest(), hashlib.sha256(new).hexdigest()),
-                (f'"bytes": {len(old)}', f'"bytes": {len(new)}'),
-            ):
-                text = text.replace(was, now)
-            entries = json.loads(text)
-            entries.pop("sha256", None)
-            index.write_text(json.dumps(entries))
-    text = rejected(folder)
-    assert "part-0.pt" in text
-    assert "more than tensors" in text
-    assert "weights_only" not in text
+    kept, trace = Checkpoints(tmp_path, Processes()), tmp_path / "trace"
+    kept.save(1, range(1), {"x": torch.zeros(1), "y": _Forged(trace)}, {})
+    for read in (lambda: kept.load(range(1)), lambda: kept.visit(Mock())):
+        with pytest.raises(BadInput, match=r"part-0\.pt contains more than tensors") as caught:
+            read()
+        assert "weights_only" not in str(caught.value)
     assert not trace.exists()
 
 
@@ -466,9 +433,11 @@ def test_a_run_cannot_resume_without_the_rows_before_its_checkpoint(tmp_path: Pa
     """Unless that is allowed, once: the next checkpoint is of the rows that are left."""
     run(tmp_path, SMALL | {"num_epochs": 2})
     rows = (tmp_path / metrics.FILE).read_bytes()
+    (tmp_path / metrics.FILE).unlink()
+    assert metrics.FILE in rejected(tmp_path)
     for left in (b"", rows[:-1], rows[: len(rows) // 2]):
         (tmp_path / metrics.FILE).write_bytes(left)
-        assert metrics.FILE in rejected(tmp_path)
+        assert "allow_lost_rows=true" in rejected(tmp_path)
     run(tmp_path, SMALL | {"num_epochs": 2, "resume": True, "allow_lost_rows": True})
     kept = (tmp_path / metrics.FILE).read_bytes()
     assert kept == left[: left.rfind(b"\n") + 1]
@@ -596,30 +565,18 @@ def test_processes_agree_on_an_intact_checkpoint(kind: str, tmp_path: Path) -> N
 
 def test_a_changed_index_is_rejected(tmp_path: Path) -> None:
     """By one sentence, also if it is JSON of another shape."""
-    kept, draw = Checkpoints(tmp_path, network.Processes()), random.Random(1)
+    kept = Checkpoints(tmp_path, network.Processes())
     for step in range(2):
-        kept.save(step, range(1), {"x": torch.zeros(1)}, {"bytes": 0, "a": {10: 1, 9: [2]}}, 0.5)
+        kept.save(step, range(1), {"x": torch.zeros(1)}, {"bytes": 77, "a": {10: 1, 9: [2]}}, 0.5)
     assert kept.describe() is not None
     index = tmp_path / "checkpoints" / "index.json"
-    whole = index.read_text()
-
-    def places(tree: Any) -> list[tuple[Any, Any]]:
-        keys = list(tree) if isinstance(tree, dict) else range(len(tree))
-        found = [(tree, key) for key in keys]
-        for key in keys:
-            found += places(tree[key]) if isinstance(tree[key], dict | list) else []
-        return found
-
-    for place in range(len(places(json.loads(whole)))):
-        tree = json.loads(whole)
-        holder, key = places(tree)[place]
-        if key in ("version", "sha256"):
-            continue
-        odd: list[Any] = [5, "a", [], {}, 1e9]
-        holder[key] = draw.choice([value for value in odd if value != holder[key]])
-        index.write_text(json.dumps(tree))
+    for was in ('"bytes": 77', '"score": 0.5', '"step": 1', '"part-0.pt"'):
+        whole = index.read_text()
+        assert was in whole
+        index.write_text(whole.replace(was, f"{was[:-1]}0{was[-1]}", 1))
         with pytest.raises(BadInput, match=r"index\.json is damaged"):
             kept.describe()
+        index.write_text(whole)
     for text in ("[" * 10**5, "[]", "5", '{"version": 1, "last": 5}', '{"version": 1, "last": {}}'):
         index.write_text(text)
         with pytest.raises(BadInput, match=r"index\.json"):

@@ -114,32 +114,6 @@ def test_a_folder_that_cannot_be_written_stays_as_it_was(tmp_path: Path, config:
     assert sorted(tmp_path.iterdir()) == before
 
 
-@pytest.mark.parametrize("left", [0, 30, None])
-def test_a_resumed_run_without_all_its_rows_needs_permission(
-    tmp_path: Path, config: Any, left: int | None
-) -> None:
-    """Rows of the file that are complete are kept. None: the file is missing."""
-    first = Output(str(tmp_path), config)
-    for value in (1.0, 2.0):
-        first.write("error", {"value": value}, {})
-    offset, path = first.rows.offset, first.rows.path
-    first.close()
-    if left is None:
-        path.unlink()
-    else:
-        os.truncate(path, offset - left)
-    before = {file: file.read_bytes() for file in tmp_path.iterdir()}
-    with pytest.raises(ValueError, match="allow_lost_rows=true"):
-        Output(str(tmp_path), config, offset=offset if left else offset + 1)
-    assert {file: file.read_bytes() for file in tmp_path.iterdir()} == before
-    again = Output(str(tmp_path), config, offset if left else offset + 1, allow_lost_rows=True)
-    assert again.lost_rows
-    again.write("error", {"value": 3.0}, {})
-    again.close()
-    values = [json.loads(line)["value"] for line in path.read_text().splitlines()]
-    assert values == {0: [1.0, 2.0, 3.0], 30: [1.0, 3.0], None: [3.0]}[left]
-
-
 @pytest.mark.parametrize("sync", [False, True])
 def test_an_interrupted_write_leaves_the_old_contents(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sync: bool

@@ -12,7 +12,6 @@ from powergossip import tasks
 from powergossip.randomness import generator
 from powergossip.tasks.imagenet import ASPECTS, ATTEMPTS, N_RANDOM, Decoder, random_part
 from tests.harness.small_data import write_imagenet
-from tests.harness.training import run
 
 SMALL = {"image_size": 32, "threads": 2}
 

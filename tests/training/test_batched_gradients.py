@@ -96,21 +96,6 @@ def test_batches_of_two_sizes_take_two_calls(architecture: str) -> None:
         execution.run.agreement.agree()
 
 
-def test_a_loss_may_have_one_axis(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = trainer("off", n_workers=2)
-    run.execution.gradient(0, 0)
-    expected, loss = run.parameters.grad.clone(), run.task.loss
-    run.parameters.grad.zero_()
-
-    def with_axis(*given: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        value, metrics = loss(*given)
-        return value[None], metrics
-
-    monkeypatch.setattr(run.task, "loss", with_axis)
-    run.execution.gradient(0, 0)
-    assert torch.equal(run.parameters.grad, expected)
-
-
 class Odd(nn.Module):
     """Tied, frozen and unused parameters, and a buffer that a forward pass replaces."""
 

@@ -21,7 +21,7 @@ from powergossip.errors import BadInput
 from powergossip.optimizers import GossipOptimizer
 from powergossip.runs import metrics
 from powergossip.topologies import TOPOLOGIES
-from tests.harness import launch
+from powergossip.training import recorder
 from tests.harness.training import reproducible
 
 TINY = ["n_workers=4", "task_architecture=MLP", "max_steps_per_epoch=3", "log_verbosity=0"]
@@ -120,6 +120,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
     """A function that writes rows of this name, in the current folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(recorder, "report", lambda *_: None)  # a table and a figure
     for driven, kind in ((train, train.Config), (gossip_run, gossip_run.Config)):
         monkeypatch.setattr(driven, "config", OmegaConf.structured(kind))
 
@@ -166,17 +167,6 @@ def test_a_named_row_trains_as_a_registered_one(
         train.main(["--output-dir", "out", "resume=true", "num_epochs=2", "overwrite=false"])
         resumed = reproducible(metrics.load("out"))
         assert resumed == rows_of("--config", "out/config.yaml", folder="again")
-
-
-def test_a_run_of_one_process_goes_on_in_two(module: Callable[..., str], tmp_path: Path) -> None:
-    """The other process imports the row, too, from the current folder."""
-    keys = f"optimizer={module('rows_of_all')}:Own", "optimizer_weight=0.3"
-    whole = rows_of(*keys, "num_epochs=2", folder="whole")
-    rows_of(*keys, "num_epochs=1")
-    train_py, of_run = launch.ROOT / "train.py", ["--output-dir", "out", "resume=true"]
-    ended = launch.python(train_py, *of_run, "num_epochs=2", processes=2, cwd=tmp_path)
-    assert ended.returncode == 0, ended.stderr
-    assert reproducible(metrics.load("out")) == whole
 
 
 @pytest.mark.parametrize(

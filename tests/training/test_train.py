@@ -592,10 +592,9 @@ def without_report(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("without_report")
-@pytest.mark.parametrize("method", ["dgc", "all-reduce"])
-def test_an_edited_copy_of_a_config_can_be_used_again(method: str, tmp_path: Path) -> None:
+def test_an_edited_copy_of_a_config_can_be_used_again(tmp_path: Path) -> None:
     """A copy lies beside no rows, and has options of its method alone."""
-    changes = [f"optimizer={method}", "max_steps_per_epoch=1"]
+    changes = ["optimizer=dgc", "max_steps_per_epoch=1"]
     train.main([*SETTINGS, *changes, "--output-dir", str(tmp_path / "first")])
     saved = (tmp_path / "first" / "config.yaml").read_text()
     edited = re.sub("(?m)^seed: .*", "seed: 7", saved)
