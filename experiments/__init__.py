@@ -38,16 +38,11 @@ PAPERS: dict[str, tuple[str, ...]] = {
 EXPERIMENTS: dict[str, Experiment] = {
     "consensus": consensus.experiment(
         "how fast workers agree, and for how many bits: random, low-rank, faces",
-        {"random": {}, "low-rank": {}, "lfw": {}},
-    ),
-    "consensus_others": consensus.experiment(
-        "how fast workers agree with further compressors",
-        {"random": {}, "low-rank": {}, "lfw": {}},
-        [consensus.OTHERS],
+        ["random", "low-rank", "lfw"],
     ),
     "consensus_faces": consensus.experiment(
         "how fast workers agree on the paper's photographs of faces, which are downloaded",
-        {"faces": {}},
+        ["faces"],
     ),
     "digits": tuned_methods.experiment(
         "accuracy of each method on Digits, IID data", tuned_methods.DIGITS, tuning_epochs=10

@@ -8,10 +8,9 @@ References:
     Vogels, Karimireddy & Jaggi (2020), arXiv:2008.01425.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from experiments.presets import preset
 from experiments.study import table
@@ -35,7 +34,7 @@ HIDDEN = (  # not in the figure, for clarity, but in the table
 
 # The algorithms of the paper, and some that take little time. Singular value decompositions take a
 # third of the total time and have a separate run.
-PAPERS = (
+ALGORITHMS = (
     (
         "uncompressed",
         "power_gossip",
@@ -52,20 +51,10 @@ PAPERS = (
     ),
     ("svd_choco",),
 )
-OTHERS = ("power_gossip", "randomk_choco", "qsgd_choco", "fp_choco")
 
 
-def experiment(
-    title: str,
-    changes: Mapping[str, Mapping[str, Any]],
-    algorithms: Sequence[tuple[str, ...]] = PAPERS,
-) -> Experiment:
-    """An experiment on several kinds of data.
-
-    Args:
-        changes: Values on top of the published settings, by kind of data.
-        algorithms: Algorithms of each run, the longest run first.
-    """
+def experiment(title: str, kinds: Sequence[str]) -> Experiment:
+    """An experiment on several kinds of data."""
     runs = {
         (kind, part): Run(
             "gossip_run",
@@ -73,21 +62,20 @@ def experiment(
                 **preset("consensus", PRESETS.get(kind)),
                 "data_type": kind,
                 "algorithm": list(part),
-                **values,
             },
             {"data": kind, "algorithm": part[0] + (" …" if len(part) > 1 else "")},
         )
-        for part in algorithms
-        for kind, values in changes.items()
+        for part in ALGORITHMS
+        for kind in kinds
     }
 
     def report(results: Results, folder: Path) -> str:
         import pandas as pd
 
-        first, *others = (f"{kind}.svg" for kind in changes)
-        parts = [f"![error by step and bits, {TITLES[next(iter(changes))]}]({first})"]
-        for kind in changes:
-            rows = pd.concat([results(runs[kind, part]) for part in algorithms], ignore_index=True)
+        first, *others = (f"{kind}.svg" for kind in kinds)
+        parts = [f"![error by step and bits, {TITLES[kinds[0]]}]({first})"]
+        for kind in kinds:
+            rows = pd.concat([results(runs[kind, part]) for part in ALGORITHMS], ignore_index=True)
             shown = rows[~rows["algorithm"].isin(HIDDEN)]
             figures.consensus_figure(shown, folder / f"{kind}.svg")
             header, *lines = summaries.consensus_table(rows)

@@ -16,7 +16,6 @@ from experiments.tuned_methods import FASHION_MNIST
 from powergossip.formatting import counted, spread
 from powergossip.runner.runner import Experiment, Values
 from powergossip.runs import figures
-from powergossip.runs.metrics import select_rows
 
 FAILING: Values = FASHION_MNIST | {
     "n_workers": 16,
@@ -88,7 +87,7 @@ def message_loss() -> Experiment:
         for ends, title in (("both", "at both ends"), ("one", "at one end")):
             columns = ("0", *(_lost(fraction, ends) for fraction in FRACTIONS))
             panels[title] = {
-                method: (percent, [100 * _mean(_accuracies(outcomes[method, c])) for c in columns])
+                method: (percent, [_shown(outcomes[method, c]) for c in columns])
                 for method in METHODS
             }
         figures.curves(panels, path, "messages lost (%)", "accuracy of the mean model (%)")
@@ -154,26 +153,14 @@ def _experiment(
 
 
 def _accuracy(outcome: Outcome) -> str:
-    found = _accuracies(outcome)
-    diverged = found.count(None)
-    if diverged:
-        return f"{diverged} of {len(found)} diverged" if len(found) > 1 else "diverged"
-    return f"{spread([100 * value for value in found if value is not None], 2)} %"
+    if outcome.diverged("accuracy"):
+        return outcome.divergence("accuracy")
+    return f"{spread([100 * value for value in outcome.last('accuracy', split='test_avg')], 2)} %"
 
 
-def _accuracies(outcome: Outcome) -> list[float | None]:
-    """The measure of the mean model at the end, None for a run that diverged."""
-    found: list[float | None] = []
-    for rows in outcome.rows:
-        tested = select_rows(rows, "accuracy", split="test_avg")
-        ended = len(tested) and tested["epoch"].max() == outcome.values["num_epochs"]
-        found.append(float(tested["value"].iloc[-1]) if ended else None)
-    return found
-
-
-def _mean(values: Sequence[float | None]) -> float:
-    """The mean, 0.1 for a run that diverged: that of a guess."""
-    return sum(0.1 if value is None else value for value in values) / len(values)
+def _shown(outcome: Outcome) -> float:
+    """The accuracy in a figure, of a run that diverged that of a guess."""
+    return 10.0 if outcome.diverged("accuracy") else 100 * outcome.mean("accuracy")
 
 
 def _curves(outcomes: Outcomes, x: str) -> dict[str, dict[str, Curve]]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from powergossip.formatting import markdown, spread
 from powergossip.runner.runner import Experiment, Results, Run, Values
 from powergossip.runs import figures
-from powergossip.runs.metrics import last_values, select_rows
+from powergossip.runs.metrics import last_rows, last_values, select_rows
 from powergossip.runs.summaries import merge_bits
 
 if TYPE_CHECKING:
@@ -78,11 +78,12 @@ class Outcome:
         return sum(values) / len(values)
 
     def ended(self, measure: str, split: str = "test_avg") -> "Outcome":
-        """Only the runs that did not diverge."""
+        """Only the runs that did not diverge, before or after their first evaluation."""
         kept = [
             (run, rows)
             for run, rows in zip(self.runs, self.rows, strict=True)
             if score(rows, measure, split) > float("-inf")
+            and last_rows(rows, measure, split=split)["epoch"].max() == run.values["num_epochs"]
         ]
         return Outcome([run for run, _ in kept], [rows for _, rows in kept])
 
@@ -93,6 +94,8 @@ class Outcome:
     def divergence(self, measure: str) -> str:
         """The number of runs that diverged in words, or ""."""
         n = self.diverged(measure)
+        if n and len(self.runs) == 1:
+            return "diverged"
         return f"{n} of {len(self.runs)} diverged" if n else ""
 
     @property

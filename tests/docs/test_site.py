@@ -70,32 +70,23 @@ def is_outside(address: str) -> bool:
     return bool(re.match(r"([a-z]+:)?//", address, re.IGNORECASE))
 
 
-def test_no_page_asks_another_server(site: Path) -> None:
+def test_pages_ask_no_other_server_and_the_site_has_what_they_need(site: Path) -> None:
     pages = sorted(site.rglob("*.html"))
     written = {path.relative_to(DOCS).with_suffix(".html") for path in DOCS.glob("*.md")}
     assert written <= {page.relative_to(site) for page in pages}
-    found = []
+    outside, missing = [], []
     for page in pages:
         requests = Requests()
         text = page.read_text()
         requests.feed(text)
-        requests.addresses += style_requests(" ".join(re.findall(r"<style.*?</style>", text, re.S)))
-        found += [(page.name, a) for a in requests.addresses if is_outside(a)]
+        styles = style_requests(" ".join(re.findall(r"<style.*?</style>", text, re.S)))
+        outside += [(page.name, a) for a in (*requests.addresses, *styles) if is_outside(a)]
+        if not page.is_relative_to(site / "_static"):  # a template of the theme
+            paths = {re.split(r"[?#]", a)[0] for a in requests.addresses if a[:5] != "data:"}
+            missing += [(page.name, p) for p in paths - {""} if not (page.parent / p).exists()]
     for style in site.rglob("*.css"):
-        found += [(style.name, a) for a in style_requests(style.read_text()) if is_outside(a)]
-    assert found == []
-
-
-def test_files_that_a_page_needs_are_in_the_site(site: Path) -> None:
-    for page in site.rglob("*.html"):
-        if page.is_relative_to(site / "_static"):  # a template of the theme
-            continue
-        requests = Requests()
-        requests.feed(page.read_text())
-        for address in requests.addresses:
-            path = re.split(r"[?#]", address)[0]
-            if path and not address.startswith("data:"):
-                assert (page.parent / path).exists(), (page.name, address)
+        outside += [(style.name, a) for a in style_requests(style.read_text()) if is_outside(a)]
+    assert (outside, missing) == ([], [])
     katex = site / "_static" / "katex"
     for font in style_requests((katex / "katex.min.css").read_text()):
         assert (katex / font).read_bytes()[:4] == b"wOF2"

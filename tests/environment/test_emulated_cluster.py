@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -61,7 +62,7 @@ def end(cluster: Cluster) -> tuple[int, str, str]:
     return cluster.returncode, output, errors
 
 
-def rows_of(*clusters: Cluster) -> list[list[list[float]]]:
+def rows_of(*clusters: Cluster) -> list[Any]:
     """The rows that process 0 of each prints."""
     ended = [end(cluster) for cluster in clusters]
     assert [(code, errors) for code, _, errors in ended] == [(0, "")] * len(clusters)
@@ -72,44 +73,39 @@ def program(text: str) -> tuple[str, ...]:
     return sys.executable, "-c", f"import json, os, pathlib, time\nfrom mpi4py import MPI\n{text}"
 
 
-# Process 0 prints for each host the counted bytes, those that its link has carried, and its
-# namespace.
+# Process 0 prints for each message and host the counted bytes, those that its link has carried, and
+# its namespace.
 COUNTED = """
 import torch, topologies
 from powergossip.network import Gather, Mean, Network, ToAll, processes
 who = processes()
 network = Network(topologies.make("ring", who.size))
-message = MESSAGE
 carried = pathlib.Path("/sys/class/net/eth0/statistics/tx_bytes")
-def conversation():
+def conversation(message):
     yield message
-network.run(conversation())  # whatever there is to set up
-who.gather(None)
-before, counted = int(carried.read_text()), int(network.bits[0])
-network.run(conversation())
-time.sleep(0.5)
-counted, sent = (int(network.bits[0]) - counted) / 8, int(carried.read_text()) - before
-rows = who.gather((counted, sent, os.stat("/proc/self/ns/net").st_ino))
+messages = Gather([torch.ones(100_000 * (1 + who.rank))]), *(
+    kind(torch.ones(1, 500_000)) for kind in (ToAll, Mean)
+)
+rows = []
+for message in messages:
+    network.run(conversation(message))  # whatever there is to set up
+    who.gather(None)
+    before, counted = int(carried.read_text()), int(network.bits[0])
+    network.run(conversation(message))
+    time.sleep(0.5)
+    counted, sent = (int(network.bits[0]) - counted) / 8, int(carried.read_text()) - before
+    rows.append(who.gather((counted, sent, os.stat("/proc/self/ns/net").st_ino)))
 if who.rank == 0:
     print(json.dumps(rows), flush=True)
 """
-SYMMETRIC = ("to neighbors", "all-reduce")
-MESSAGES = {
-    "to neighbors": "ToAll(torch.ones(1, 500_000))",
-    "all-reduce": "Mean(torch.ones(1, 500_000))",
-    "all-gather": "Gather([torch.ones(100_000 * (1 + who.rank))])",
-}
 
 
 @needs_namespaces
-@pytest.mark.parametrize(
-    "kind", ["all-gather", *(pytest.param(k, marks=pytest.mark.slow) for k in SYMMETRIC)]
-)
-def test_counted_bits_are_those_that_a_link_carries(kind: str) -> None:
+def test_counted_bits_are_those_that_a_link_carries() -> None:
     """But for headers, 4.6 %, and TCP's acknowledgments of what arrives. Two clusters at once have
     hosts of their own."""
-    counting = program(COUNTED.replace("MESSAGE", MESSAGES[kind]))
-    found = rows_of(start(*counting, hosts=4), start(*counting, hosts=2))
+    clusters = [start(*program(COUNTED), hosts=hosts) for hosts in (4, 2)]
+    found = [rows for of_cluster in rows_of(*clusters) for rows in of_cluster]
     for rows in found:
         everything = sum(counted for counted, _, _ in rows)
         for counted, carried, _ in rows:

