@@ -16,6 +16,12 @@ resume=true: first the first one, then the others.
 
     powergossip-join NAME --output-dir DIR resume=true
 
+The machines can measure the links between them first, those of the topology's edges. They then
+train with the same ticket.
+
+    powergossip-join new --workers N --check                  and the command that it prints
+    powergossip-join NAME --workers N [key=value ...]         and powergossip-join NAME elsewhere
+
 With on_worker_loss=continue, the others go on without a machine that has left. The same command on
 it, with the name of the run, enters the run again. A machine that was silent for too long, such as
 one without a network, does so by itself: for an hour, it looks for the others.
@@ -26,6 +32,9 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
 
 from powergossip import exits
 from powergossip.errors import BadInput, Dropped, Stopped
@@ -34,8 +43,8 @@ from powergossip.runs import configuration
 _LONGEST = 3600.0  # seconds for which a machine that was silent looks for the others
 
 
-def main(arguments: Sequence[str] | None = None) -> Path:
-    """Run with these arguments. Returns the folder of the run on this machine."""
+def main(arguments: Sequence[str] | None = None) -> Path | None:
+    """Run with these arguments. Returns the folder of the run on this machine, None for --check."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if not given or {"-h", "--help"} & set(given):
         print(__doc__)
@@ -45,6 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     parser.add_argument("--workers", type=int)
     parser.add_argument("--allow", action="append", default=[])
     parser.add_argument("--output-dir")
+    parser.add_argument("--check", action="store_true")
     parser.add_argument("--return", action="store_true", dest="returns")  # see _come_back
     try:
         options, rest = parser.parse_known_args(rest)
@@ -64,20 +74,23 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     import train
 
     with configuration.imports():
-        from powergossip.network.internet import meeting
-        from powergossip.training.config import Config
+        from powergossip.network.internet import link_check, meeting
         from powergossip.training.definition import settings, shown
-    config = configuration.structured(Config)
-    configuration.read_command_line(config, rest, "")
-    options_of_ticket = meeting.Options.of(config.ticket_options)
-    asked = None
+    options_of_ticket = meeting.Options.of(_settings(rest).ticket_options)
+    asked, definition = None, None
     if ticket != "new":
         patience = _LONGEST if options.returns else 0.0
         asked = meeting.ask(ticket, options_of_ticket, patience=patience)
-    if asked is not None and asked.definition is not None:
+        definition = asked.definition
+    if options.check or definition == link_check.DEFINITION:
+        if definition not in (None, link_check.DEFINITION):
+            raise BadInput("--check: use it on the first machine, before the run")
+        _check(rest)
+        return None
+    if asked is not None and definition is not None:
         name = asked.ticket.name
         try:
-            found = settings(asked.definition, options.allow)
+            found = settings(definition, options.allow)
         except BadInput:
             asked.leave()
             raise
@@ -96,6 +109,22 @@ def main(arguments: Sequence[str] | None = None) -> Path:
         raise
 
 
+def _check(arguments: Sequence[str]) -> None:
+    """Meet the other machines and measure the links of all edges."""
+    from powergossip import topologies
+    from powergossip.network import processes
+    from powergossip.network.internet import link_check
+
+    c = _settings(arguments)
+    size, definition = c.n_workers or 1, link_check.DEFINITION
+    found: Any = processes(
+        ticket=c.ticket, size=size, ticket_options=c.ticket_options, definition=definition
+    )
+    with found.agreed():
+        made = topologies.make(c.topology, found.size, seed=c.seed, options=c.topology_options)
+    link_check.check(found, [(i, j) for i, j in made.edges.tolist()])
+
+
 def _come_back(error: Stopped, options: argparse.Namespace) -> None:
     """Begin this program anew, to enter the run again: the others go on without this machine."""
     from powergossip.network import processes
@@ -106,6 +135,15 @@ def _come_back(error: Stopped, options: argparse.Namespace) -> None:
     words = [name, "--return", "--output-dir", options.output_dir or str(Path("output") / name)]
     words += [word for value in options.allow for word in ("--allow", value)]
     os.execv(sys.executable, [sys.executable, "-m", "powergossip.join", *words, *options.own])
+
+
+def _settings(arguments: Sequence[str]) -> DictConfig:
+    """The keys of a command line."""
+    from powergossip.training.config import Config
+
+    config = configuration.structured(Config)
+    configuration.read_command_line(config, list(arguments), "")
+    return config
 
 
 def command() -> None:

@@ -99,7 +99,7 @@ def measure_pairs(comm: MPI.Intracomm, where: torch.device) -> dict[Pair, Speed]
     memory = torch.full((LARGE,), comm.rank, dtype=torch.uint8, device=where)
     finish_kernels(where)
     channel = MPIChannel(comm, True, lambda requests, _: MPI.Request.Waitall(requests))
-    return measure(MPIProcesses(comm), channel, memory, pairs)
+    return measure(MPIProcesses(comm), channel, memory, pairs, (100, 4))
 
 
 # --- The report -----------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ SMALL = 8  # bytes of a message for latency, and of answers
 SIZES = (2**16, 2**19, 2**22)  # bytes of messages for bandwidth, until one is slow
 LARGE = SIZES[-1]
 SLOW = 0.5  # seconds
-TIMES = (100, 4)  # measured messages for latency, and for bandwidth
 MOST = 16  # the largest number of processes with a line for each pair
 
 Pair = tuple[int, int]  # ranks of two processes, of which the first one sends
@@ -28,9 +27,14 @@ def measure(
     channel: Channel,
     memory: torch.Tensor,
     pairs: Iterable[Pair],
+    times: tuple[int, int],
 ) -> dict[Pair, Speed]:
     """The speed of each pair, by messages from and to a memory of LARGE bytes. All processes call
-    it."""
+    it.
+
+    Args:
+        times: Number of measured messages for latency, and for bandwidth.
+    """
 
     def seconds(pair: Pair, size: int, times: int) -> float:
         """Median time from a message of `size` bytes to its answer of SMALL bytes."""
@@ -50,9 +54,9 @@ def measure(
 
     found: dict[Pair, Speed] = {}
     for pair in pairs:
-        latency = seconds(pair, SMALL, TIMES[0]) / 2
+        latency = seconds(pair, SMALL, times[0]) / 2
         for size in SIZES:
-            spent = seconds(pair, size, TIMES[1])
+            spent = seconds(pair, size, times[1])
             if spent > SLOW:
                 break
         found[pair] = 1e6 * latency, size / spent / 1e6

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -30,6 +31,7 @@ from powergossip.network.internet import (
     binding,
     codec,
     handshake,
+    link_check,
     meeting,
     node,
     tickets,
@@ -114,6 +116,36 @@ def test_agreements_and_messages_are_those_of_other_transports(machines: Any) ->
         assert values[2][2].tolist() == [0, 1]
         assert rows == [[[r] * 3] * 2 for r in range(3)]
         assert (own, biggest, came) == ([0] * 5, [2, 0], [0, 7] * 3)
+
+
+def test_the_links_of_all_edges_are_measured_and_shown_on_all_machines(
+    machines: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Numbers as measured and an interface of this host in each direction. QUIC adds bytes."""
+    measured: dict[tuple[int, int], tuple[float, float]] = {}
+
+    def measure(*given: Any) -> Any:
+        measured.update(found := speeds.measure(*given))
+        return found
+
+    monkeypatch.setattr(speeds, "SIZES", (2**16,))
+    monkeypatch.setattr(link_check, "measure", measure)
+    everywhere(
+        machines(3), lambda own: link_check.check(own, [(0, 1), (1, 2)] if own.rank == 0 else [])
+    )
+    printed = capsys.readouterr().out
+    row = r"(\d), (\d) +(\S+) +[\d.]+:\d+ +direct +(\S+) +(\S+) +\+(\S+) %"
+    rows = re.findall(row, printed)
+    found = sorted((row[0] + row[1], row[2]) for row in rows)
+    names = {name for name, _ in interfaces.interfaces()}
+    assert [pair for pair, _ in found] == sorted(3 * ["01", "10", "12", "21"])
+    assert {name for _, name in found} <= names
+    for i, j, _, *numbers in rows:
+        latency, bandwidth = measured[int(i), int(j)]
+        ms, megabits, percent = map(float, numbers)
+        assert (ms, megabits) == pytest.approx((latency / 1e3, 8 * bandwidth), rel=0.02, abs=0.006)
+        assert percent > 0
+    assert printed.count("3 machines, 2 edges\n") == 3
 
 
 def test_packets_have_all_messages_and_little_more(machines: Any) -> None:
@@ -600,7 +632,7 @@ def test_a_speed_is_that_of_messages_from_the_first_to_the_second(
     link: Any = Between()
     monkeypatch.setattr(speeds, "perf_counter", lambda: now[0])
     memory = torch.zeros(speeds.LARGE, dtype=torch.uint8)
-    found = speeds.measure(link, link, memory, [(0, 1)])
+    found = speeds.measure(link, link, memory, [(0, 1)], (3, 1))
     assert found == {(0, 1): pytest.approx((2002, 3.98), rel=1e-2)}
 
 

@@ -11,6 +11,7 @@ Modules::
     meeting.py     how machines join a run
     processes.py   the processes of a run, their agreements and messages
     wire.py        messages between machines that may leave and come back
+    link_check.py  the speed of all links
 
 What is promised, and to whom:
 
