@@ -36,6 +36,7 @@ from powergossip.prediction.traffic import LENGTH, Phase, Traffic
 from powergossip.topologies import Topology
 
 PAYLOAD = 1448 / 1514  # of an Ethernet frame of 1500 bytes with headers of IP and TCP
+EAGER = 65_536  # bytes, Open MPI's btl_tcp_eager_limit. Larger messages wait for an answer
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,6 @@ class Cluster:
         per_message: CPU seconds of a message, sending and receiving.
         per_byte: CPU seconds of a byte, sending and receiving.
         payload: Payload fraction of the rate.
-        eager_limit: Size in bytes above which a message waits for an answer before it is sent.
 
     Raises:
         ValueError: For values that are negative, and for those that are not positive where 0 makes
@@ -66,7 +66,6 @@ class Cluster:
     per_message: float = 0.0
     per_byte: float = 0.0
     payload: float = PAYLOAD
-    eager_limit: float = 65_536  # Open MPI's btl_tcp_eager_limit
 
     def __post_init__(self) -> None:
         checks.at_least_one("hosts", self.hosts)
@@ -98,13 +97,11 @@ class Step:
     Attributes:
         seconds: Time of the whole step.
         compute: Time of gradient and averaging.
-        communication: Time of all phases, without overlap.
         sent: Number of bytes sent.
     """
 
     seconds: float
     compute: float
-    communication: float
     sent: float
     messages: float
 
@@ -161,42 +158,24 @@ def step(
     """
     n, hosts = topology.n_workers, cluster.hosts
     checks.check("hosts", hosts, n % hosts == 0, f"a divisor of the {n} workers")
-    rounds = [
-        _step_of(traffic, load, n, cluster, compute, overlapping, interval)
-        for load in _loads(topology, hosts)
-    ]
-    return Step(*(sum(column) / len(rounds) for column in zip(*rounds, strict=True)))
-
-
-def _step_of(
-    traffic: Traffic,
-    load: _Load,
-    n: int,
-    cluster: Cluster,
-    compute: Compute,
-    overlapping: bool,
-    interval: int,
-) -> tuple[float, ...]:
-    contention = max(1.0, n / cluster.hosts / cluster.cores)
+    contention = max(1.0, n / hosts / cluster.cores)
     gradient = interval * compute.gradient * contention
-    averaging = (compute.averaging + compute.per_neighbor * load.degree) * contention
-    phases = [
-        part for phase in traffic.phases for part in _transfers(phase, load, n, cluster.hosts)
-    ]
-    times = [_transfer_time(transfer, cluster, contention) for transfer in phases]
-    waiting = sum(cpu + link for cpu, link in times)
-    seconds = gradient + averaging + waiting
-    if overlapping:
-        links = [link for _, link in times]
-        seconds -= min(gradient, sum(links if interval > 1 else links[:1]))
-    of_exchange = (
-        seconds,
-        gradient + averaging,
-        waiting,
-        traffic.bits(n, load.receivers) / 8,
-        traffic.messages(n, load.receivers),
-    )
-    return tuple(value / interval for value in of_exchange)
+    rounds = []
+    for load in _loads(topology, hosts):
+        averaging = (compute.averaging + compute.per_neighbor * load.degree) * contention
+        times = [
+            _transfer_time(transfer, cluster, contention)
+            for phase in traffic.phases
+            for transfer in _transfers(phase, load, n, hosts)
+        ]
+        seconds = gradient + averaging + sum(cpu + link for cpu, link in times)
+        if overlapping:
+            links = [link for _, link in times]
+            seconds -= min(gradient, sum(links if interval > 1 else links[:1]))
+        bits, messages = (of(n, load.receivers) for of in (traffic.bits, traffic.messages))
+        of_exchange = (seconds, gradient + averaging, bits / 8, messages)
+        rounds.append([value / interval for value in of_exchange])
+    return Step(*(sum(column) / len(rounds) for column in zip(*rounds, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -246,7 +225,7 @@ def _transfers(phase: Phase, load: _Load, n: int, hosts: int) -> Sequence[_Trans
 def _transfer_time(part: _Transfer, cluster: Cluster, contention: float) -> tuple[float, float]:
     """CPU time, and the time while the link is busy or the message in flight."""
     cpu = cluster.per_message * part.messages * contention
-    latencies = 0 if not part.largest else 3 if part.largest > cluster.eager_limit else 1
+    latencies = 0 if not part.largest else 3 if part.largest > EAGER else 1
     copying = cluster.per_byte * part.bytes * contention
     link = 8 * part.link / (cluster.payload * cluster.rate)
     return cpu, latencies * cluster.latency + max(link, copying)

@@ -275,7 +275,7 @@ QUICK = ["--workers", "8", "--model", "30x20,20", "--no-measure", "--compute", "
 
 
 def line(method: str, rounds: float, fidelity: int, took: float) -> program.Line:
-    step = Step(seconds=took, compute=0.0, communication=0.0, sent=0.0, messages=0.0)
+    step = Step(seconds=took, compute=0.0, sent=0.0, messages=0.0)
     return program.Line(method, "ring", fidelity, step, rounds)
 
 
