@@ -4,7 +4,6 @@ import re
 import tempfile
 import warnings
 from copy import copy, deepcopy
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -454,23 +453,3 @@ def test_learning_rate_by_hand(keys: dict[str, Any], expected: dict[float, float
     config = Settings(learning_rate=0.1, **keys)
     found = {epoch: schedule.learning_rate(config, epoch) for epoch in expected}
     assert found == pytest.approx(expected, abs=1e-12)
-
-
-def test_help_shows_the_comment_of_each_key() -> None:
-    """The comments in the class, also those of two lines, and none of them at the wrong key."""
-
-    @dataclass
-    class Config:
-        without: int = 1
-        short: str = "a"  # a comment
-        long: list[int] = field(default_factory=list)  # a comment
-        #   of two lines
-        last: float = 0.5
-
-    lines = key_help.describe(OmegaConf.structured(Config)).splitlines()
-    assert [line.split(maxsplit=1) for line in lines] == [
-        ["without=1"],
-        ["short=a", "a comment"],
-        ["long=[]", "a comment of two lines"],
-        ["last=0.5"],
-    ]
