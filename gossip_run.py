@@ -114,8 +114,7 @@ def main(arguments: list[str] | None = None) -> Path:
     """
     global _output
     description = (__doc__ or "").split("\n\n")[0]
-    given = {"log_metric": log_metric, "log_info": log_info, "log_runtime": log_runtime}
-    request = configuration.request(config, Config, arguments, output_dir, description, hooks=given)
+    request = configuration.request(config, Config, arguments, output_dir, description)
 
     with configuration.imports():
         from powergossip.consensus.sweep import Sweep

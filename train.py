@@ -89,9 +89,8 @@ def main(arguments: list[str] | None = None) -> Path:
     restored.
     """
     description = (__doc__ or "").split("\n\n")[0]
-    given = {"log_metric": log_metric, "log_info": log_info, "log_runtime": log_runtime}
     request = configuration.request(
-        config, Config, arguments, output_dir, description, help_text.text, given
+        config, Config, arguments, output_dir, description, help_text.text
     )
 
     with configuration.imports():

@@ -248,10 +248,8 @@ def request(
     output_dir: Any,
     description: str,
     shown: Help = every_key,
-    hooks: Mapping[str, Any] | None = None,
 ) -> Request:
     """Read a driver's `config` and `output_dir`, and the arguments of a command line, if any.
-    Check that its hooks are functions.
 
     They stay as they are. Exits after --help, see `read_command_line`. Imports nothing heavy.
 
@@ -262,9 +260,6 @@ def request(
     wrong: Exception | None = None
     try:
         asked = driver_config(config, kind)
-        for name, hook in (hooks or {}).items():
-            if not callable(hook):
-                raise BadInput(f"{name}={hook!r}: use a function")
         folder = path_of_driver(output_dir)
         if arguments is not None:
             found = read_command_line(asked, list(arguments), description, shown)

@@ -1,6 +1,5 @@
 """A checkpoint of n workers starts a run of m workers."""
 
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +12,16 @@ import train
 from powergossip import network
 from powergossip.algorithms import AVERAGING, learning
 from powergossip.algorithms.aggregation import AGGREGATIONS
-from powergossip.errors import BadInput, Interrupted
+from powergossip.errors import BadInput
 from powergossip.network import Processes
 from powergossip.runs import metrics
 from powergossip.runs.checkpoints import Checkpoints
 from powergossip.training import resizing
 from powergossip.training.config_checks import checked
-from powergossip.training.ending import Agreement
 from powergossip.training.trainer import Trainer
-from tests.harness.checkpoints import assert_same, end_of, entry_of
+from tests.harness.checkpoints import assert_same, entry_of
 from tests.harness.helpers import with_one_each
-from tests.harness.training import reproducible, run
+from tests.harness.training import run
 
 SMALL: dict[str, Any] = {
     "n_workers": 4,
@@ -234,25 +232,6 @@ def test_a_run_trains_on_with_2_and_then_6_workers(
     assert rows["bits"].is_monotonic_increasing
     assert rows["seconds"].is_monotonic_increasing
     assert OmegaConf.load(tmp_path / "config.yaml")["n_workers"] == 6  # type: ignore[index]
-
-
-@pytest.mark.long
-def test_the_next_checkpoint_resumes_to_the_bit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("whole", "stopped"):
-        run(tmp_path / name, SMALL)
-    last = {"num_epochs": 3, "n_workers": 2, "resume": True}
-    run(tmp_path / "whole", SMALL | last)
-    with monkeypatch.context() as patch:
-        at_15 = lambda agreement, step, received: signal.SIGUSR1 if step == 15 else None  # noqa: E731
-        patch.setattr(Agreement, "after_step", at_15)
-        with pytest.raises(Interrupted):
-            run(tmp_path / "stopped", SMALL | last)
-    run(tmp_path / "stopped", SMALL | last)
-    rows = [reproducible(metrics.load(tmp_path / name)) for name in ("stopped", "whole")]
-    assert rows[0] == rows[1]
-    assert_same(end_of(tmp_path / "stopped"), end_of(tmp_path / "whole"))
 
 
 @pytest.fixture(scope="module")
