@@ -105,8 +105,6 @@ def check(
     warm_start: bool,
     min_compression_rate: float,
     orthogonalization_epsilon: float,
-    compression_stats_logging_frequency: int,
-    bucket_cap_mb: float | None,
     **_: Any,
 ) -> None:
     """Raise ValueError for values that PyTorch does not support.
@@ -125,10 +123,6 @@ def check(
         ("orthogonalization_epsilon", orthogonalization_epsilon),
     ):
         checks.check(name, value, checks.is_finite(value) and value >= 0, "0 or more")
-    checks.at_least_one("compression_stats_logging_frequency", compression_stats_logging_frequency)
-    if bucket_cap_mb is not None:
-        ok = checks.is_finite(bucket_cap_mb) and 2**-20 <= bucket_cap_mb < 2**43
-        checks.check("bucket_cap_mb", bucket_cap_mb, ok, "a byte or more, less than 2^63, in MiB")
     if start_iteration == AUTO:
         return
     with_memory = error_feedback or warm_start
@@ -142,23 +136,19 @@ def check(
     )
 
 
-def bucket_sizes(
-    elements: Iterable[int], cap_mb: float | None, dtype: torch.dtype = torch.float32
-) -> list[int]:
-    """Elements of DDP's buckets of gradients, for the elements of the parameters.
+def smallest_bucket(elements: Iterable[int], dtype: torch.dtype = torch.float32) -> int:
+    """Elements of DDP's smallest bucket of gradients, for the elements of the parameters.
 
-    DDP fills a bucket with gradients, from the last parameter to the first, until it has cap_mb
-    MiB or more. By default (None) the first bucket is full at 1 MiB, the others at 25 MiB.
+    DDP fills a bucket with gradients, from the last parameter to the first: the first one until it
+    has 1 MiB or more, the others until they have 25 MiB.
     """
-    sizes, open_bucket = [], 0
-    limit = 2**20 if cap_mb is None else int(cap_mb * 2**20)  # bytes
+    sizes, limit = [0], 2**20  # bytes
     for count in reversed(list(elements)):
-        open_bucket += count
-        if dtype.itemsize * open_bucket >= limit:
-            sizes.append(open_bucket)
-            open_bucket = 0
-            limit = 25 * 2**20 if cap_mb is None else limit
-    return sizes + [open_bucket] * (open_bucket > 0)
+        if dtype.itemsize * sizes[-1] >= limit:
+            sizes.append(0)
+            limit = 25 * 2**20
+        sizes[-1] += count
+    return min(sizes)
 
 
 class DDPHook:
@@ -192,11 +182,6 @@ class DDPHook:
         orthogonalization_epsilon: Number added to the norm of a direction at rank 1 and 2, and in
             half precision. At higher ranks PyTorch uses a QR factorization without it. 0,
             PyTorch's default: a gradient of zeros gives NaN.
-        batch_tensors_with_same_shape: Compress all matrices of a shape in a bucket in one product.
-        compression_stats_logging_frequency: Steps between two lines of statistics in PyTorch's log
-            (level INFO).
-        bucket_cap_mb: Size of DDP's buckets in MiB. By default 1 for the first bucket and 25 for
-            others.
         seed: Seed of random directions.
         weight_decay: Weight decay of the mean gradient g. DPSGD applies it to each worker's own
             gradient, which DDP does not expose before it averages.
@@ -209,9 +194,6 @@ class DDPHook:
     """
 
     kept = (
-        "next_stats_report",
-        "numel_after_compression",
-        "numel_before_compression",
         "p",
         "q",
         "rng_keys",
@@ -234,9 +216,6 @@ class DDPHook:
         warm_start: bool = True,
         min_compression_rate: float = 2.0,
         orthogonalization_epsilon: float = 1e-8,
-        batch_tensors_with_same_shape: bool = False,
-        compression_stats_logging_frequency: int = 10_000,
-        bucket_cap_mb: float | None = None,
         seed: int = 0,
         weight_decay: float = 0.0,
         clip: float | None = None,
@@ -251,19 +230,16 @@ class DDPHook:
             warm_start=warm_start,
             min_compression_rate=min_compression_rate,
             orthogonalization_epsilon=orthogonalization_epsilon,
-            compression_stats_logging_frequency=compression_stats_logging_frequency,
-            bucket_cap_mb=bucket_cap_mb,
         )
         if hook == "ddp-batched-powersgd":
             elements = map(prod, parameters.layout.shapes)
-            side = ceil(sqrt(min(bucket_sizes(elements, bucket_cap_mb, network.dtype))))
+            side = ceil(sqrt(smallest_bucket(elements, network.dtype)))
             accepted = f"{side} or less, the side of DDP's smallest bucket as a square matrix"
             checks.check("rank", rank, rank <= side, accepted)
         self._network, self._parameters, self._update = network, parameters, update
         self._hook, self._sizes = HOOKS[hook]
         # The newest rule's epsilon: a process trains with one.
         powersgd_of_torch._orthogonalize = partial(orthogonalize, orthogonalization_epsilon)
-        self._bucket_cap_mb = bucket_cap_mb
         self._correct = Correction(parameters, weight_decay, clip)
         self.state = PowerSGDState(
             process_group=None,
@@ -274,8 +250,6 @@ class DDPHook:
             warm_start=warm_start,
             orthogonalization_epsilon=orthogonalization_epsilon,
             random_seed=seed,
-            compression_stats_logging_frequency=compression_stats_logging_frequency,
-            batch_tensors_with_same_shape=batch_tensors_with_same_shape,
         )
         self._before: torch.futures.Future[Tensor] | None = None  # the previous bucket of this step
         self._ddp: DistributedDataParallel | None = None  # made in the first step: communicates
@@ -317,7 +291,6 @@ class DDPHook:
                 process_group=group,
                 broadcast_buffers=False,
                 init_sync=False,  # workers start alike, or from a checkpoint
-                bucket_cap_mb=self._bucket_cap_mb,
             )
         self._settling = True
         ddp.register_comm_hook(self.state, self._counted_hook)
@@ -359,11 +332,8 @@ class DDPHook:
         return {
             "steps": state.iter,
             "start_iteration": state.start_powerSGD_iter,
-            "next_stats_report": state.next_stats_report,
             "rng_keys": torch.from_numpy(np.asarray(keys, dtype=np.int64))[None],
             "rng_position": int(position),
-            "numel_before_compression": state.total_numel_before_compression,
-            "numel_after_compression": state.total_numel_after_compression,
             **{
                 name: {bucket: tensor[None].clone() for bucket, tensor in tensors.items()}
                 for name, tensors in self._memories().items()
@@ -378,11 +348,8 @@ class DDPHook:
         state = self.state
         state.iter = saved["steps"]
         state.start_powerSGD_iter = saved["start_iteration"]
-        state.next_stats_report = saved["next_stats_report"]
         keys = saved["rng_keys"][0].cpu().numpy().astype(np.uint32)
         state.rng.set_state(("MT19937", keys, saved["rng_position"], 0, 0.0))
-        state.total_numel_before_compression = saved["numel_before_compression"]
-        state.total_numel_after_compression = saved["numel_after_compression"]
         for name, tensors in self._memories().items():
             tensors.clear()
             for bucket, tensor in saved[name].items():

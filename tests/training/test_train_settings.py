@@ -79,13 +79,10 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "optimizer_bits": (8, {"optimizer": "sparse-loco"}),
     "optimizer_error_feedback": (False, HOOK),
     "optimizer_orthogonalization_epsilon": (0.1, HOOK),
-    "optimizer_bucket_cap_mb": (0.01, HOOK | {"optimizer": "ddp-batched-powersgd"}),
 }
 # Key → another value, and a method that has it.
 TIME_ONLY = {
     "optimizer_max_adaptation_iterations": (3, "dgc"),  # beyond them, all numbers are sorted
-    "optimizer_batch_tensors_with_same_shape": (True, "ddp-powersgd"),
-    "optimizer_compression_stats_logging_frequency": (5, "ddp-powersgd"),
 }
 
 
