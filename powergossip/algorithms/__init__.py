@@ -43,7 +43,6 @@ from powergossip.algorithms.plain import (
 from powergossip.algorithms.power_gossip import PowerGossip
 from powergossip.algorithms.push_sum import PushSum
 from powergossip.algorithms.quantized_mean import QuantizedMean
-from powergossip.algorithms.rates import choco_rate
 from powergossip.algorithms.registry import (
     AVERAGING,
     CONSENSUS_ONLY,
@@ -71,7 +70,6 @@ __all__ = [
     "QuantizedMean",
     "RandomEntries",
     "Rate",
-    "choco_rate",
     "default_rate",
     "defaults",
     "make",

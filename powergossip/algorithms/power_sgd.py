@@ -1,7 +1,7 @@
 """PowerSGD: all workers apply one mean gradient, approximated by matrices of low rank.
 
-`optimizers.PowerSGD` puts it into your own training loop. power_sgd_reference.py is the same
-algorithm without the batching, to be read beside the paper.
+`optimizers.PowerSGD` puts it into your own training loop. tests/algorithms/test_powersgd.py has the
+same algorithm without the batching, to be read beside the paper.
 
 Axes: worker (hosted here), batch (the layers of one worker, or one layer of all workers, see
 parameters.batches), rank, row, column. Each worker has D elements.

@@ -201,26 +201,3 @@ def warn_of_compressed(
             f"topology={topology.name}: above about {limit:.2g} it may diverge, after "
             f"hundreds of steps; the default is {by_default:.2g}",
         )
-
-
-def choco_rate(topology: Topology, contraction: float) -> float:
-    """Return the γ for which CHOCO-Gossip is proven to converge::
-
-        γ = ξ² δ / (16 ξ + ξ² + 4 β² + 2 ξ β² − 8 ξ δ)
-
-        ξ = 1 − |second largest eigenvalue of W, by magnitude|,   β = ‖I − W‖₂ = λ_max
-        δ: E ‖v − C(v)‖² ≤ (1 − δ) ‖v‖², the contraction of the compressor (K/N for top-k)
-
-    Koloskova, Stich & Jaggi (2019), arXiv:1902.00340, Theorem 2, where ξ is written δ, and δ is ω.
-    In practice this is about 400 times too small: 3.5e-5 for top 1 % on a ring of 8, where the
-    default of 0.015 converges. No program has it as a default.
-
-    Raises:
-        ValueError: Unless 0 < contraction ≤ 1, and for a directed or time-varying topology.
-    """
-    ok = checks.is_finite(contraction) and 0 < contraction <= 1
-    checks.check("contraction", contraction, ok, "a number above 0, at most 1")
-    beta = topology.largest_eigenvalue
-    xi = 1 - topology.contraction(1.0)
-    denominator = 16 * xi + xi**2 + 4 * beta**2 + 2 * xi * beta**2 - 8 * xi * contraction
-    return xi**2 * contraction / denominator

@@ -101,59 +101,44 @@ class Codec:
         streams = self.streams(self.workers, counter)
         for index, (fields, stream) in enumerate(zip(self._outgoing.fields, streams, strict=True)):
             v = matrices[index] if minus is None else matrices[index] - subtracted[index]
-            self._write(fields, index, v, self.compressor.compress(v.float(), stream))
+            parts = self.compressor.compress(v.float(), stream)
+            if self._of_script:
+                self._check(fields, index, v, parts)
+            for field, part in zip(fields, parts, strict=True):
+                field.copy_(part)
         self._outgoing.write(self.message)
         return self.message
 
-    def _write(self, fields: Sequence[Tensor], index: int, v: Tensor, parts: Any) -> None:
-        """fields ← parts, the fields of the matrices v of a stack. Raises errors for wrong ones."""
+    def _check(self, fields: Sequence[Tensor], index: int, v: Tensor, parts: Any) -> None:
+        """Raise errors for parts that are not the fields of the matrices v of a stack."""
+        name, stack = f"{type(self.compressor).__name__}.compress", self.stacks[index]
         if not isinstance(parts, tuple | list) or len(parts) != len(fields):
             found = len(parts) if isinstance(parts, tuple | list) else type(parts).__name__
             raise TypeError(
-                f"{type(self.compressor).__name__}.compress returned {found}; use a tuple of "
-                f"{len(fields)} tensors, one for each of its fields"
+                f"{name} returned {found}; use a tuple of {len(fields)} tensors, one for each of "
+                "its fields"
             )
-        try:
-            if self._of_script:
-                self._check_integers(index, v, parts)
-            for field, part in zip(fields, parts, strict=True):
-                field.copy_(part)
-        except (RuntimeError, TypeError) as error:
-            wrong = self._wrong(fields, parts)
-            if wrong is None:
-                raise
-            raise wrong from error
-
-    def _check_integers(self, index: int, v: Tensor, parts: Sequence[Tensor]) -> None:
-        """Raise ValueError for an integer of finite v that its field of this stack cannot hold."""
-        stack = self.stacks[index]
-        for i, field in enumerate(self.compressor.fields(stack.rows, stack.columns)):
-            if isinstance(field.kind, Levels):
-                lowest, highest = 0, field.kind.count - 1
-            elif field.kind in INTEGERS and field.length and field.kind != parts[i].dtype:
-                lowest, highest = torch.iinfo(field.kind).min, torch.iinfo(field.kind).max
-            else:
-                continue
-            least, most = parts[i].min().item(), parts[i].max().item()
-            if not lowest <= least <= most <= highest and v.isfinite().all():
+        kinds = [field.kind for field in self.compressor.fields(stack.rows, stack.columns)]
+        for i, (field, part, kind) in enumerate(zip(fields, parts, kinds, strict=True)):
+            if getattr(part, "shape", None) != field.shape:
+                is_tensor = isinstance(part, Tensor)
+                found = f"shape {tuple(part.shape)}" if is_tensor else type(part).__name__
                 raise ValueError(
-                    f"{type(self.compressor).__name__}.compress returned {least:g} … {most:g} for "
-                    f"field {i}, which holds {lowest} … {highest}; the matrix is "
-                    f"{stack.rows} × {stack.columns}"
-                )
-
-    def _wrong(self, fields: Sequence[Tensor], parts: Sequence[Any]) -> ValueError | None:
-        """The error of the first field that has another shape, or None."""
-        compress = f"{type(self.compressor).__name__}.compress"
-        for index, (field, part) in enumerate(zip(fields, parts, strict=True)):
-            shape = getattr(part, "shape", None)
-            if shape != field.shape:
-                found = type(part).__name__ if shape is None else f"shape {tuple(shape)}"
-                return ValueError(
-                    f"{compress} returned {found} for field {index}; use a tensor of shape "
+                    f"{name} returned {found} for field {i}; use a tensor of shape "
                     f"{tuple(field.shape)}, such as v.flatten(-2) of a matrix"
                 )
-        return None
+            if isinstance(kind, Levels):
+                lowest, highest = 0, kind.count - 1
+            elif kind in INTEGERS and part.numel() and kind != part.dtype:
+                lowest, highest = torch.iinfo(kind).min, torch.iinfo(kind).max
+            else:
+                continue
+            least, most = part.min().item(), part.max().item()
+            if not lowest <= least <= most <= highest and v.isfinite().all():
+                raise ValueError(
+                    f"{name} returned {least:g} … {most:g} for field {i}, which holds {lowest} … "
+                    f"{highest}; the matrix is {stack.rows} × {stack.columns}"
+                )
 
     def outgoing(self, message: Tensor) -> Tensor:
         """This process' part of the message: all, or a slice if all shards of a worker have it."""

@@ -1,4 +1,4 @@
-"""Laws of diffusion rates: the warning, `auto`, and the rate of CHOCO's theorem."""
+"""Laws of diffusion rates: the warning, `auto`, unbiased quantization."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -144,44 +144,6 @@ def test_auto_is_rejected_where_it_is_too_large(name: str) -> None:
     config |= {"n_workers": 4, "optimizer": name, "optimizer_diffusion_rate": "auto"}
     with pytest.raises(ValueError, match=r"^optimizer_diffusion_rate=auto: "):
         Trainer(checked(config, processes()), processes())
-
-
-# CHOCO's theorem
-
-
-def test_the_rate_of_the_theorem() -> None:
-    """Top 1 % on a ring of 8, by hand: ξ = (2 − √2)/3, β = 4/3."""
-    ring = topologies.make("ring", 8)
-    assert algorithms.choco_rate(ring, 0.01) == pytest.approx(3.483e-5, rel=1e-3)
-    # ξ = 1 and β = 1, without compression: 1/(16 + 1 + 4 + 2 − 8)
-    complete = topologies.make("fully-connected", 8)
-    assert algorithms.choco_rate(complete, 1) == pytest.approx(1 / 15)
-    for bad in (0, 1.5, float("nan")):
-        with pytest.raises(ValueError, match="contraction"):
-            algorithms.choco_rate(ring, bad)
-    with pytest.raises(ValueError, match="directed"):
-        algorithms.choco_rate(topologies.make("exponential", 8), 0.5)
-
-
-def test_the_theorem_holds() -> None:
-    """Σ_i ‖x_i − x̄‖² ≤ (1 − ξ² δ/82)ᵗ e_0 with e_0 = Σ_i ‖x_i − x̄‖² + ‖x_i − x̂_i‖² (Theorem 2)."""
-    ring, layout = topologies.make("ring", 4), Layout([(4, 4)])
-    xi, delta = 2 / 3, 0.5
-    network = Network(ring, Processes())
-    rate = algorithms.choco_rate(ring, delta)
-    choco = algorithms.make(
-        "choco", network, layout, compressor="top-k", keep_ratio=delta, diffusion_rate=rate
-    )
-    x = torch.randn(4, layout.size, generator=torch.Generator().manual_seed(0))
-
-    def distance() -> float:
-        return float((x - x.mean(0)).double().square().sum())
-
-    first = distance() + float((1 - delta) * x.double().square().sum())
-    for t in range(1, 400):
-        network.run(choco.step(x))
-        assert distance() <= (1 - xi**2 * delta / 82) ** t * first
-    assert distance() < 0.5 * first
 
 
 # Unbiased quantization
