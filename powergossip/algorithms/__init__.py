@@ -49,7 +49,6 @@ from powergossip.algorithms.registry import (
     default_rate,
     defaults,
     make,
-    warn_of_rate,
 )
 
 __all__ = [
@@ -73,5 +72,4 @@ __all__ = [
     "default_rate",
     "defaults",
     "make",
-    "warn_of_rate",
 ]

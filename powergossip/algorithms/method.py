@@ -203,34 +203,21 @@ class Method:
         rate: float | str | None = self.options.get("diffusion_rate")
         if rate is not None or "diffusion_rate" not in self.options:
             return rate
-        factor, largest = self._factor, self.largest_rate(topology)
+        factor = learning_rules.diffusion_factor(self.learning, self.averaging)
         return registry.default_rate(
-            self.averaging, topology, layout, self.options, factor, largest
+            self.averaging, topology, layout, self.options, factor, self.largest_rate(topology)
         )
-
-    @property
-    def _factor(self) -> float:
-        return learning_rules.diffusion_factor(self.learning, self.averaging)
 
     def largest_rate(self, topology: Topology) -> float:
         """The diffusion rate from which the learning rule is unstable."""
         rule = learning_rules.rule(self.learning, self.local_optimizer)
         return rule.largest_rate(topology, self.learning_options)
 
-    def warn_of_rate(self, network: Network, layout: Layout) -> None:
-        """Warn of a diffusion rate that may make the method diverge."""
-        registry.warn_of_rate(self.averaging, network, layout, self.options, self._factor)
+    def warn_of_rate(self, network: Network) -> None:
+        """Warn of a diffusion rate from which the learning rule is unstable."""
         rate = self.options.get("diffusion_rate")
         if isinstance(rate, float | int):
             rates.warn_of_rule(self.learning, network, rate, self.largest_rate(network.topology))
-
-    def warn_of_options(self, prefix: str = "") -> None:
-        """Warn of options that are too large or small for the learning rule.
-
-        Args:
-            prefix: Of the options in the text.
-        """
-        learning_rules.warn_of(self.learning, self.averaging, self.options, prefix)
 
 
 def rule_options(

@@ -21,7 +21,6 @@ from powergossip.topologies import Topology
 AUTO = "auto"
 _ROUNDING = 1e-6  # relative, of a rate in single precision
 STABLE = 0.9  # of a default rate, relative to the largest stable rate of a learning rule
-MARGIN = 2.0  # between the default rates of compressed messages and rates that may diverge
 DIRECTED = 2 / 3  # of default rates on a directed graph, relative to the largest stable ones
 
 _warned: WeakSet[Topology] = WeakSet()
@@ -103,11 +102,6 @@ def diverges(topology: Topology, compressor: Compressor) -> bool:
     return is_directed(topology) and getattr(compressor, "undirected", False)
 
 
-def margin(topology: Topology) -> float:
-    """Between the default rates of compressed messages and rates that may diverge."""
-    return 1 / DIRECTED if is_directed(topology) else MARGIN
-
-
 def default_choco_rate(
     topology: Topology, layout: Layout, compressor: Compressor, factor: float = 1.0
 ) -> float | BySize:
@@ -182,22 +176,3 @@ def warn_once(network: Network, text: str) -> None:
     if network.processes.rank == 0 and network.topology not in _warned:
         _warned.add(network.topology)
         warnings.warn(text, stacklevel=3)
-
-
-def warn_of_compressed(
-    name: str, network: Network, rate: float, by_default: float, limit: float
-) -> None:
-    """Warn of a rate that may diverge in a long run: above a limit, or 2/λ_max.
-
-    Once per topology, and only on process 0.
-    """
-    topology = network.topology
-    if rate > 1 and topology.n_workers > 1 and topology.symmetric and topology.period == 1:
-        limit = min(limit, topology.largest_diffusion_rate * (1 + _ROUNDING))
-    if rate > limit:
-        warn_once(
-            network,
-            f"a diffusion rate of {rate:.4g} is too large for {name} with these options on "
-            f"topology={topology.name}: above about {limit:.2g} it may diverge, after "
-            f"hundreds of steps; the default is {by_default:.2g}",
-        )

@@ -21,7 +21,7 @@ from powergossip.algorithms.plain import (
 from powergossip.algorithms.power_gossip import PowerGossip
 from powergossip.algorithms.push_sum import PushSum
 from powergossip.algorithms.quantized_mean import QuantizedMean
-from powergossip.compressors import Codec, matrices
+from powergossip.compressors import Codec
 from powergossip.network import Network
 from powergossip.parameters import Layout
 from powergossip.topologies import Topology
@@ -166,9 +166,6 @@ _DEFAULT_RATES: dict[str, Callable[..., Any]] = {
     "choco": rates.default_choco_rate,
     "deepsqueeze": rates.default_deepsqueeze_rate,
 }
-# Without gradients and with differences of θ at most, 0.5 diverges on none of eight graphs, and 0.7
-# on five. See docs/methods/moniqua.md.
-_LARGEST_RATES = {"moniqua": 0.6}
 
 
 def default_rate(
@@ -208,29 +205,6 @@ def _on_undirected(topology: Topology) -> str:
         f"another one, such as qsgd, with topology={topology.name}, or an undirected topology; on "
         "a directed graph, workers move apart with it, at small diffusion rates, too"
     )
-
-
-def warn_of_rate(
-    name: str, network: Network, layout: Layout, given: Mapping[str, Any], factor: float = 1.0
-) -> None:
-    """Warn of a diffusion rate in the options `given` that may make the algorithm diverge in a long
-    run. Once per topology, and only on process 0.
-
-    Args:
-        factor: Factor of a learning rule on the default rate.
-    """
-    rate = given.get("diffusion_rate")
-    if name in {**_DEFAULT_RATES, **_LARGEST_RATES} and isinstance(rate, float | int):
-        try:
-            by_default = default_rate(name, network.topology, layout, given, factor)
-        except checks.BadValue as error:  # there is none
-            rates.warn_once(network, str(error))
-            return
-        if callable(by_default):
-            by_default = min(by_default(m.rows * m.columns) for m in matrices(layout.whole))
-        assert by_default is not None
-        limit = _LARGEST_RATES.get(name, rates.margin(network.topology) * by_default)
-        rates.warn_of_compressed(name, network, rate, by_default, limit)
 
 
 def make(name: str, network: Network, layout: Layout, /, **given: Any) -> Averaging:

@@ -187,8 +187,6 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
             if overlapping:
                 self.method.check_overlapping("overlapping=True")
             self._learning = LearningRule(optimizer, self.method, max_norm)
-            if who.rank == 0:
-                self.method.warn_of_options()
             trainable = trainable_of(optimizer, sharded=sharding is not None)
         check_same_everywhere(who, {"local_steps": local_steps, "overlapping": overlapping})
         self._averaged = Averaged(

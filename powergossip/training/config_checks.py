@@ -387,8 +387,6 @@ def _resolve_method(
         key: c.method.options[name] for name, key in _keys(c.optimizer, c.method.options).items()
     }
     c.options = {name: values.get(name, own.get(name, known[name])) for name in known}
-    if warn:
-        c.method.warn_of_options(PREFIX)
 
 
 def _method(c: Settings, given: Mapping[str, Any]) -> Method:

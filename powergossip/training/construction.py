@@ -96,7 +96,7 @@ def build(c: Settings, processes: Processes, task: tasks.Task | None) -> Built:
         processes.check_same(initial, OF_FILES)
     with processes.agreed():
         if c.method.averages:
-            c.method.warn_of_rate(network, parameters.layout)
+            c.method.warn_of_rate(network)
         warn_of_rank(c, network, parameters)
         if c.torch_compile and not c.evaluate_only:
             compilation.compile_models(models)

@@ -524,17 +524,3 @@ def test_models_in_flight_that_agree_stay_as_they_are_without_gradients(fragment
     options: dict[str, Any] = {"local_steps": 6, "fragments": fragments, "overlapping": True}
     train(rule_of("diloco", "plain", problem, 0.1, **options), problem, 15)
     torch.testing.assert_close(problem.x, start, rtol=0, atol=1e-13)
-
-
-@pytest.mark.long
-def test_corrected_noloco_diverges_with_the_momentum_of_its_warning() -> None:
-    options: dict[str, Any] = {"gradient_correction": True}
-    problem = run("noloco", "plain", 300, 20, 0.03, Quadratics(), outer_momentum=0.7, **options)
-    assert problem.error < 0.01
-    options["outer_momentum"] = 0.9
-    with pytest.warns(UserWarning, match=r"outer_momentum=0\.9: use 0\.7 or less"):
-        problem = run("noloco", "plain", 300, 20, 0.03, Quadratics(), **options)
-    assert problem.error > 20
-    options["correction_rate"] = 0.3
-    problem = run("noloco", "plain", 300, 20, 0.03, Quadratics(), **options)
-    assert problem.error < 0.3

@@ -61,7 +61,6 @@ from powergossip.algorithms.learning.registry import (
     options,
     overlapping,
     rule,
-    warn_of,
     with_local_steps,
     without,
 )
@@ -116,7 +115,6 @@ __all__ = [
     "options",
     "overlapping",
     "rule",
-    "warn_of",
     "with_local_steps",
     "without",
 ]

@@ -28,7 +28,6 @@ rounds p H/P steps later than part 0. Messages thus have 1/P of the size, P time
 Streaming DiLoCo, Douillard et al. (2025), arXiv:2501.18512, without its delay.
 """
 
-import warnings
 from collections.abc import Mapping, Sequence
 from math import gcd, prod
 from typing import Any, ClassVar, NamedTuple
@@ -574,8 +573,7 @@ class NoLoCo(OuterRule):
 
     Kolehmainen et al. (2025), arXiv:2506.10911, with random pairs for G (topology=random-matching).
     The sign of Δ follows the published code; the paper's ascends. Momentum slows down agreement to
-    √β a round at best. With a correction at α = 1 and β = 0.9 it may diverge. It warns beyond
-    α = 0.3 and β = 0.7.
+    √β a round at best. With a correction at α = 1 and β = 0.9 it may diverge.
 
     Cost of a round: two messages of the averaging rule in one, or three with the correction.
 
@@ -599,14 +597,6 @@ class NoLoCo(OuterRule):
         super().__init__(workers, outer_momentum=outer_momentum, **base_options)
         self._gamma = self._mu if consensus_rate is None else consensus_rate
         checks.positive("consensus_rate", self._gamma)
-        fast = self._corrects and self._alpha > 0.3
-        if fast and outer_momentum > 0.7 and not self._network.processes.rank:
-            warnings.warn(
-                f"outer_momentum={outer_momentum:g}: use 0.7 or less with learning=noloco and "
-                f"correction_rate={self._alpha:g}, or a correction_rate of 0.3 or less; it may "
-                "diverge otherwise",
-                stacklevel=2,
-            )
 
     @classmethod
     def _recurrence(cls, options: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -1,8 +1,5 @@
 """Learning rules by name: `LEARNING`, and the averaging rules and topologies that they accept."""
 
-import math
-import warnings
-from collections.abc import Mapping
 from typing import Any
 
 from powergossip import checks
@@ -65,11 +62,6 @@ AVERAGING_DEFAULTS: dict[tuple[str, str], dict[str, Any]] = {
 DIFFUSION_FACTORS: dict[tuple[str, str], float] = {
     ("quasi-global-momentum", "choco"): 0.1,
     ("quasi-global-momentum", "deepsqueeze"): 0.1,
-}
-# The smallest and the largest values of such options that let a pair train.
-ACCEPTABLE: dict[tuple[str, str], dict[str, tuple[float, float]]] = {
-    ("exact-diffusion", "power-gossip"): {"diffusion_rate": (0, 1)},
-    ("exact-diffusion", "choco"): {"levels": (64, math.inf)},
 }
 
 
@@ -232,23 +224,6 @@ def accepting(
 def options(name: str, local_optimizer: str = "sgd") -> dict[str, Any]:
     """option → default of a learning rule."""
     return _options.defaults(rule(name, local_optimizer))
-
-
-def warn_of(name: str, averaging_name: str, values: Mapping[str, Any], prefix: str = "") -> None:
-    """Warn of options of an averaging rule, option → value, that are not `ACCEPTABLE`.
-
-    The text names an option with the prefix of its key.
-    """
-    for option, (least, most) in ACCEPTABLE.get((name, averaging_name), {}).items():
-        value = values.get(option)
-        if value is None or (not isinstance(value, str) and least <= float(value) <= most):
-            continue
-        accepted = f"{most:g} or less" if least == 0 else f"{least:g} or more"
-        warnings.warn(
-            f"{prefix}{option}={value}: use {accepted} with learning={name} and "
-            f"optimizer={averaging_name}, which may diverge otherwise",
-            stacklevel=3,
-        )
 
 
 def averaging_defaults(name: str, averaging_name: str) -> dict[str, Any]:
