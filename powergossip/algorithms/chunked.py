@@ -40,7 +40,6 @@ class SparseLoCo(ErrorFeedback):
         kept: Largest values of a chunk that are sent.
         chunk: Largest number of rows and of columns of a chunk.
         bits: Bits of a value, 1 to 8, or 32 for floats.
-        seed: Seed of the codec. ChunkTopK has no random numbers.
 
     Raises:
         BadValue: For a value out of range.
@@ -57,12 +56,11 @@ class SparseLoCo(ErrorFeedback):
         kept: int = 64,
         chunk: int = 64,
         bits: int = 2,
-        seed: int = 0,
     ):
         checks.positive("outer_rate", outer_rate)
         self._outer_rate = outer_rate
         config = ErrorFeedbackConfig(
-            rescale_error=False, error_decay=error_decay, mean_over=mean_over, seed=seed
+            rescale_error=False, error_decay=error_decay, mean_over=mean_over
         )
         super().__init__(network, layout, ChunkTopK(kept, chunk, bits), config)
 
@@ -96,7 +94,6 @@ class DeMo(ErrorFeedback):
         mean_over: Workers in the mean of a component: all, or senders, those with a value for it.
         kept: Largest values of a chunk that are sent.
         chunk: Largest number of rows and of columns of a chunk.
-        seed: Seed of the codec. ChunkTopK has no random numbers.
 
     Raises:
         BadValue: For a value out of range.
@@ -111,9 +108,8 @@ class DeMo(ErrorFeedback):
         mean_over: str = "all",
         kept: int = 32,
         chunk: int = 64,
-        seed: int = 0,
     ):
-        config = ErrorFeedbackConfig(error_decay=error_decay, mean_over=mean_over, seed=seed)
+        config = ErrorFeedbackConfig(error_decay=error_decay, mean_over=mean_over)
         super().__init__(network, layout, ChunkTopK(kept, chunk, bits=32), config)
         self.owns_momentum = True
         self._chunks = [

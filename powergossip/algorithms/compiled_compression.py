@@ -64,7 +64,12 @@ class Loops:
     """
 
     def __init__(self, library: kernels.Kernels, codec: Codec):
-        self._codec, self._functions = codec, _Functions(library)
+        self._codec = codec
+        self._draw = kernels.function(library, "draw_positions", "pu", "i")
+        self._encode = kernels.function(library, "compressed_encode", "piupipp")
+        self._flow = kernels.function(library, "choco_flow", "pipppp")
+        self._choco = kernels.function(library, "choco_average", "pippppippp")
+        self._deepsqueeze = kernels.function(library, "deepsqueeze_average", "pippppi")
         tensors = _tensors(codec)
         longest = max(t.length for t in tensors)
         kind = _KINDS[type(codec.compressor)]
@@ -89,19 +94,13 @@ class Loops:
         )
         self._at = ctypes.addressof(self._plan)
 
-    def encode_difference(self, x: Tensor, public: Tensor, counter: int) -> Tensor:
-        """The messages C(x − public) [worker, bytes]."""
-        return self._encode(True, x, public, counter)
-
-    def encode_with_error(self, x: Tensor, error: Tensor, counter: int) -> Tensor:
-        """The messages C(v) [worker, bytes] of v = x + error. error ← v − C(v)."""
-        return self._encode(False, x, error, counter)
-
-    def _encode(self, difference: bool, x: Tensor, other: Tensor, counter: int) -> Tensor:
+    def encode(self, difference: bool, x: Tensor, other: Tensor, counter: int) -> Tensor:
+        """The messages [worker, bytes]: C(x − other) of a difference, otherwise C(v) of
+        v = x + other. other ← v − C(v)."""
         message = self._codec.message
         if len(self._places) and counter != self._drawn:
             self._draw_positions(counter)
-        self._functions.encode(
+        self._encode(
             *(self._at, difference, counter, _rows(x), x.stride(0)),
             *(kernels.address(other), kernels.address(message)),
         )
@@ -111,7 +110,7 @@ class Loops:
         """The positions of the `counter`-th message, the same as the compressor's."""
         codec, start = self._codec, 0
         assert isinstance(codec.compressor, RandomK | RandomBlock)
-        enough = self._functions.draw(self._at, counter)
+        enough = self._draw(self._at, counter)
         for stack, stream in zip(codec.stacks, codec.streams(codec.workers, counter), strict=True):
             kept = codec.compressor.kept(stack.rows, stack.columns)
             stop = start + stack.layers * kept
@@ -129,7 +128,7 @@ class Loops:
             return public.new_empty(0)
         flow = torch.empty_like(public)
         tensors = (kernels.address(t) for t in (rates, public, publics, flow))
-        self._functions.flow(self._at, rates.shape[1], *tensors)
+        self._flow(self._at, rates.shape[1], *tensors)
         return flow
 
     def choco(
@@ -145,7 +144,7 @@ class Loops:
 
         The own messages are those encoded last. `flow` is the copies' flow, and is kept up to date.
         """
-        self._functions.choco(
+        self._choco(
             *(self._at, rates.shape[1], kernels.address(rates)),
             *(kernels.address(self._codec.message), kernels.address(received)),
             *(_rows(x), x.stride(0)),
@@ -154,22 +153,11 @@ class Loops:
 
     def deepsqueeze(self, x: Tensor, rates: Tensor, received: Tensor) -> None:
         """x ← x + Σ_j r_ij (c_j − c_i). The own messages are those encoded last."""
-        self._functions.deepsqueeze(
+        self._deepsqueeze(
             *(self._at, rates.shape[1], kernels.address(rates)),
             *(kernels.address(self._codec.message), kernels.address(received)),
             *(_rows(x), x.stride(0)),
         )
-
-
-class _Functions:
-    """The functions of the library, with types."""
-
-    def __init__(self, library: kernels.Kernels):
-        self.draw = kernels.function(library, "draw_positions", "pu", "i")
-        self.encode = kernels.function(library, "compressed_encode", "piupipp")
-        self.flow = kernels.function(library, "choco_flow", "pipppp")
-        self.choco = kernels.function(library, "choco_average", "pippppippp")
-        self.deepsqueeze = kernels.function(library, "deepsqueeze_average", "pippppi")
 
 
 def _rows(x: Tensor) -> int:

@@ -165,7 +165,7 @@ class ChocoGossip(Saved):
         copies = self.public, self.publics
         if self._flow is None:
             self._flow = loops.flow(self._rates, *copies)
-        received = yield ToAll(loops.encode_difference(x, self.public, self._steps))
+        received = yield ToAll(loops.encode(True, x, self.public, self._steps))
         loops.choco(x, self._rates, received, *copies, self._flow)
         self._steps += 1
 
@@ -222,7 +222,7 @@ class DeepSqueeze(Saved):
         codec, t, slots = self.codec, self._steps, self._network.slots
         rates = self._rates[self._network.round % len(self._rates)]
         if self._loops:
-            received = yield ToAll(self._loops.encode_with_error(x, self._error, t))
+            received = yield ToAll(self._loops.encode(False, x, self._error, t))
             self._loops.deepsqueeze(x, rates, received)
             self._steps += 1
             return

@@ -1,8 +1,8 @@
 """The directions of PowerGossip: memory, messages, random draws, orthonormalization.
 
-PowerGossip's update rule uses a `Side`, the directions in the column or row space of the matrices
-for all edges. `MatrixSide` uses PyTorch, and `CompiledSide` uses compiled loops. Every operation
-here gives the same result at both ends of an edge, to the bit.
+PowerGossip's update rule uses the directions in the column or row space of the matrices for all
+edges: a side. `MatrixSide` uses PyTorch, and `CompiledSide`, with the same methods, compiled loops.
+Every operation here gives the same result at both ends of an edge, to the bit.
 
 Axes: worker (hosted here), neighbor (slot), batch (the layers of one worker, or one layer of all
 workers, see parameters.batches), rank, length (rows or columns of a matrix).
@@ -10,7 +10,6 @@ workers, see parameters.batches), rank, length (rows or columns of a matrix).
 
 from collections.abc import Sequence
 from math import prod, sqrt
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -50,53 +49,6 @@ class EdgeConstants:
         pairs = zip(low.clip(0).flatten().tolist(), high.flatten().tolist(), strict=True)
         keys = randomness.keys(seed, "power-gossip", pairs)
         self.key = keys.view(neighbors.shape).to(network.device)
-
-
-class Side(Protocol):
-    """The directions p of one side: as long as a column (side 0) or as a row (side 1) of X.
-
-    Attributes:
-        flat: Memory of p: a message, for one worker with one neighbor.
-    """
-
-    flat: Tensor
-
-    def draw(self, counter: int) -> None:
-        """Sample p from the edges' random streams: the same at both ends."""
-        ...
-
-    def project(self, x: Tensor, counter: int, round_weights: bool) -> ToEach:
-        """p ← orthonormalize(p) and s = Xᵀ p: the message of an iteration.
-
-        Args:
-            x: Parameters [worker, D].
-            counter: Index of the random draws.
-            round_weights: True if signs take the place of orthonormal directions.
-        """
-        ...
-
-    def update(self, x: Tensor, received: Tensor | None) -> "Side":
-        """d = s_received − s and X ← X + γ w p dᵀ. Returns d, in the memory of the other side.
-
-        Without `received`, the last d is used again.
-        """
-        ...
-
-    def products(self) -> Tensor:
-        """The products of an iteration whose p are the other side: s [worker, neighbor, M]."""
-        ...
-
-    def recall(self, message: Tensor) -> None:
-        """s ← the message of an earlier `project` with the same p."""
-        ...
-
-    def packed(self) -> Tensor:
-        """A copy of p in the form of a message: [worker, neighbor, M]."""
-        ...
-
-    def unpack(self, message: Tensor) -> None:
-        """Set p from the form of a message [worker, neighbor, M]."""
-        ...
 
 
 class PerDirection:
@@ -216,6 +168,7 @@ class Directions:
         return ToEach(self._message)
 
     def products(self) -> Tensor:
+        """The products of an iteration whose p are the other side: s [worker, neighbor, M]."""
         return self._message
 
     def packed(self) -> Tensor:
@@ -380,7 +333,8 @@ class Directions:
 class MatrixSide(Directions):
     """A side with PyTorch. A batched product serves the matrices of one shape.
 
-    Its rows are the directions of all neighbors, hence the transposes: sᵀ = pᵀ X.
+    Directions p are as long as a column (side 0) or as a row (side 1) of X. The rows of a product
+    are the directions of all neighbors, hence the transposes: sᵀ = pᵀ X.
     """
 
     other: "MatrixSide"
@@ -392,6 +346,13 @@ class MatrixSide(Directions):
         self._matrix_views = TensorCache[list[Tensor]]()
 
     def project(self, x: Tensor, counter: int, round_weights: bool) -> ToEach:
+        """p ← orthonormalize(p) and s = Xᵀ p: the message of an iteration.
+
+        Args:
+            x: Parameters [worker, D].
+            counter: Index of the random draws.
+            round_weights: True if signs take the place of orthonormal directions.
+        """
         if round_weights:
             self.round(counter)
         else:
@@ -402,6 +363,10 @@ class MatrixSide(Directions):
         return self.other.message()
 
     def update(self, x: Tensor, received: Tensor | None) -> "MatrixSide":
+        """d = s_received − s and X ← X + γ w p dᵀ. Returns d, in the memory of the other side.
+
+        Without `received`, the last d is used again.
+        """
         d = self.other
         if received is not None:
             d.take_differences(received)
@@ -411,6 +376,7 @@ class MatrixSide(Directions):
         return d
 
     def recall(self, message: Tensor) -> None:
+        """s ← the message of an earlier `project` with the same p."""
         s = self.other
         s._message.copy_(message)
         for own, view in zip(s.own.views, s._message_views, strict=True):

@@ -2,8 +2,7 @@
 
 The loop over iterations and messages is `PowerGossip.increment`. A `Side` computes an iteration's
 products and its update of X: `MatrixSide` of directions.py, or on a CPU with a C compiler
-`CompiledSide` of compiled_directions.py. The tests have a plain version, tests/harness/
-power_gossip_reference.py.
+`CompiledSide` of compiled_directions.py. docs/methods/power-gossip.md has a plain version.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,15 +14,17 @@ from torch import Tensor
 from powergossip import checks, kernels
 from powergossip.algorithms import rates
 from powergossip.algorithms.averaging import Kind, Rate, column
-from powergossip.algorithms.compiled_directions import compiled_sides
+from powergossip.algorithms.compiled_directions import CompiledSide, compiled_sides
 from powergossip.algorithms.difference_code import WHOLE, DifferenceCode
-from powergossip.algorithms.directions import EdgeConstants, Side, matrix_sides
+from powergossip.algorithms.directions import EdgeConstants, MatrixSide, matrix_sides
 from powergossip.algorithms.plain import PlainGossip
 from powergossip.algorithms.sharded_directions import sharded_sides
 from powergossip.compressors import matrices as matrices_of
 from powergossip.network import Conversation, Gather, Message, Network, ToAll, ToEach
 from powergossip.network.rows import Rows, Shared
 from powergossip.parameters import Layout, Stack
+
+Side = MatrixSide | CompiledSide
 
 
 class PowerGossip:

@@ -36,7 +36,7 @@ from powergossip import randomness, topologies
 from powergossip import registry_options as options
 from powergossip.algorithms import registry
 from powergossip.algorithms.averaging import Kind, Stateless
-from powergossip.algorithms.directions import Side
+from powergossip.algorithms.power_gossip import Side
 from powergossip.network import Network, Processes, Slots
 from powergossip.network.device_channel import Connection
 from powergossip.parameters import Layout

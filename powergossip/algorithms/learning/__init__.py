@@ -16,6 +16,7 @@ A step of a rule consists of `start()`, the gradients, and `finish()`::
                         tracking
     k_gt.py             K-GT: gradient tracking over local steps
     outer.py            outer optimizers of language models: DiLoCo, GASLoC, NoLoCo
+    fragments.py        parts of a model that end their rounds at different steps
     outer_stability.py  diffusion rates that keep momentum stable
     exact_diffusion.py  exact diffusion, over CHOCO-Gossip: LEAD, CEDAS
     relay.py            RelaySGD on trees, in place of an averaging rule

@@ -29,7 +29,7 @@ Streaming DiLoCo, Douillard et al. (2025), arXiv:2501.18512, without its delay.
 """
 
 from collections.abc import Mapping, Sequence
-from math import gcd, prod
+from math import gcd
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -37,14 +37,12 @@ from torch import Tensor
 
 from powergossip import checks
 from powergossip.algorithms.averaging import Averaging, Kind, kind_of
-from powergossip.algorithms.difference_code import DifferenceCode
 from powergossip.algorithms.learning import outer_stability
+from powergossip.algorithms.learning.fragments import Fragment, Fragments, divided
 from powergossip.algorithms.learning.gossip_rule import (
     ANY,
     MEAN_PRESERVING,
     GossipRule,
-    Joint,
-    MakeAveraging,
     Variable,
     Workers,
 )
@@ -52,7 +50,6 @@ from powergossip.algorithms.plain import ExactMean
 from powergossip.algorithms.quantized_mean import QuantizedMean
 from powergossip.network import Conversation, Network, together
 from powergossip.network.conversation import mapped
-from powergossip.parameters import Layout
 from powergossip.topologies import Topology
 
 
@@ -72,129 +69,6 @@ class Variables(NamedTuple):
     previous: Tensor
     c: Tensor
     sum: Tensor
-
-
-class Fragment:
-    """A part of the model: some of its tensors, and the averaging rule of their variables.
-
-    Args:
-        tensors: Indices in layout.shapes.
-        variables: Number of variables that are sent in one message.
-    """
-
-    def __init__(
-        self,
-        layout: Layout,
-        tensors: list[int],
-        like: Tensor,
-        make: MakeAveraging,
-        variables: int,
-    ):
-        self.layout = layout.select(tensors)
-        pairs = zip(tensors, self.layout.starts, strict=True)
-        sizes = ((layout.starts[i], start, prod(layout.shapes[i])) for i, start in pairs)
-        self._pieces = [(slice(a, a + n), slice(b, b + n)) for a, b, n in sizes]
-        self._whole = len(tensors) == len(layout.shapes)
-        self.joint = Joint(self.layout, like[:, : self.layout.size], variables)
-        self.averaging = make(self.joint.layout)
-
-    def take(self, *flat: Tensor) -> list[Tensor]:
-        """Its elements of variables [worker, D]: copies, or the variables if it has all."""
-        if self._whole:
-            return list(flat)
-        found = []
-        for variable in flat:
-            own = variable.new_empty(len(variable), self.layout.size if variable.numel() else 0)
-            for there, here in self._pieces if variable.numel() else []:
-                own[:, here] = variable[:, there]
-            found.append(own)
-        return found
-
-    def put(self, own: Sequence[Tensor], *flat: Tensor) -> None:
-        """Write the copies of `take` back to the variables."""
-        if self._whole:
-            return
-        for copy, variable in zip(own, flat, strict=True):
-            for there, here in self._pieces if variable.numel() else []:
-                variable[:, there] = copy[:, here]
-
-    def mix(self, *variables: Tensor) -> Conversation:
-        """The variables ← G of each."""
-        yield from self.averaging.step(self.joint.load(*variables))
-        self.joint.store(*variables)
-
-    def begin_at(self, point: Tensor) -> None:
-        """See `averaging.Copies`."""
-        (own,) = self.take(point[None])
-        self.joint.begin_at(self.averaging, own[0])
-
-
-def rate_of_correction(gradient_correction: bool, given: float | None) -> float:
-    """The rate α of the correction, or its default.
-
-    Raises:
-        BadValue: Unless 0 < α ≤ 1, and for a rate without a correction.
-    """
-    if given is None:
-        return 0.1
-    ok = checks.is_finite(given) and 0 < given <= 1 and gradient_correction
-    checks.check(
-        "correction_rate", given, ok, "above 0 and at most 1, with gradient_correction=true"
-    )
-    return given
-
-
-class Fragments:
-    """The averaging rules of all fragments, with one state."""
-
-    def __init__(self, all_of_them: Sequence[Fragment]):
-        self._fragments = all_of_them
-
-    def step(self, x: Tensor) -> Conversation:
-        """Each fragment has its own steps."""
-        raise NotImplementedError
-
-    @property
-    def codes(self) -> list[tuple[DifferenceCode, ...]]:
-        """The codes of messages of few bits, of all fragments."""
-        return [codes for f in self._fragments for codes in getattr(f.averaging, "codes", ())]
-
-    def begin_at(self, point: Tensor) -> None:
-        for fragment in self._fragments:
-            fragment.begin_at(point)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"fragments": [f.averaging.state_dict() for f in self._fragments]}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for fragment, saved in zip(self._fragments, state["fragments"], strict=True):
-            fragment.averaging.load_state_dict(saved)
-
-
-def divided(layout: Layout, fragments: int) -> list[list[int]]:
-    """Indices of the tensors of each fragment.
-
-    The tensors are cut into pieces of nearly equal size, which go to the fragments in turn: four
-    pieces for each fragment, or fewer if there are too few tensors.
-
-    Raises:
-        BadValue: For more fragments than tensors.
-    """
-    count = len(layout.shapes)
-    accepted = f"1 to {count}, the number of tensors"
-    layout = layout.whole
-    checks.check("fragments", fragments, 1 <= fragments <= count, accepted)
-    pieces = min(4 * fragments, count) // fragments * fragments
-    found: list[list[int]] = [[] for _ in range(fragments)]
-    position, piece = 0, 0
-    for index, shape in enumerate(layout.shapes):
-        left = count - index
-        is_full = position >= layout.size * (piece + 1) / pieces
-        if index and piece + 1 < pieces and (is_full or left <= pieces - piece - 1):
-            piece += 1
-        found[piece % fragments].append(index)
-        position += prod(shape)
-    return found
 
 
 class OuterRule(GossipRule):
@@ -251,9 +125,11 @@ class OuterRule(GossipRule):
         super().__init__(workers, variables=0)
         checks.at_least_one("local_steps", local_steps)
         _check_rates(outer_rate, outer_momentum)
-        known = isinstance(gradient_correction, bool)
-        checks.check("gradient_correction", gradient_correction, known, "true or false")
-        self._alpha = rate_of_correction(gradient_correction, correction_rate)
+        self._alpha = 0.1 if correction_rate is None else correction_rate
+        accepted = "above 0 and at most 1, with gradient_correction=true"
+        ok = correction_rate is None or gradient_correction
+        ok = ok and checks.is_finite(self._alpha) and 0 < self._alpha <= 1
+        checks.check("correction_rate", correction_rate, ok, accepted)
         _check_fragments(self._network, fragments, local_steps)
         self._local_steps, self._steps, self._interval = local_steps, 0, local_steps // fragments
         self._mu, self._beta, self._corrects = outer_rate, outer_momentum, gradient_correction
