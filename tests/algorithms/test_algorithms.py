@@ -300,20 +300,6 @@ def test_sparta_is_plain_gossip_of_as_many_random_elements(ratio: float) -> None
 # --- The limits, and compressed messages to all --------------------------------------------------
 
 
-@pytest.mark.parametrize(("n", "rounds"), [(4, 2), (5, 2), (8, 4), (16, 8)])
-def test_finite_time_gossip_is_exact_after_its_rounds(n: int, rounds: int) -> None:
-    """In each pass."""
-    layout, network = Layout([(10, 10)]), alone("ring", n)
-    averaging = algorithms.make("finite-time", network, layout)
-    for seed in range(2):
-        x = start(n, layout, seed)
-        before = variance(x)
-        steps(network, averaging, x, rounds - 1)
-        assert variance(x) > 1e-3 * before
-        steps(network, averaging, x, 1)
-        assert variance(x) < 1e-8 * before
-
-
 @pytest.mark.parametrize("name", topologies.UNDIRECTED)
 def test_finite_time_gossip_does_not_go_away_from_the_mean(name: str) -> None:
     """On the way to exactness, also on long and irregular graphs."""

@@ -15,7 +15,6 @@ from powergossip.algorithms.aggregation import AGGREGATIONS, OF_LOCAL_STEPS
 from powergossip.algorithms.error_feedback import ErrorFeedbackConfig
 from powergossip.algorithms.learning import CentralizedSGD
 from powergossip.algorithms.power_sgd import PowerSGDConfig
-from powergossip.algorithms.torch_powersgd import HOOKS, DDPHook
 from powergossip.compressors import COMPRESSORS, Identity, TopK
 from powergossip.network import Conversation, Gather, Network, Processes, processes
 from powergossip.optimizers import (
@@ -313,33 +312,6 @@ def test_divergence_stays_visible() -> None:
         for bad in (torch.nan, torch.inf):
             run = Run(name, options, 3)
             assert not run.step(1, bad).isfinite().all(), (name, options)
-
-
-@pytest.mark.parametrize("hook", HOOKS)
-def test_weight_decay_of_a_hook_is_not_compressed(hook: str) -> None:
-    """With gradients near 0, x follows torch's SGD with momentum and weight decay."""
-    linear = nn.Linear(40, 30)
-    parameters = Parameters([linear])
-    x, theirs = nn.Parameter(parameters.x), nn.Parameter(parameters.x.clone())
-    ours = torch.optim.SGD([x], lr=0.1, momentum=0.9)
-    sgd = torch.optim.SGD([theirs], lr=0.1, momentum=0.9, weight_decay=0.01)
-    theirs.grad = torch.zeros_like(theirs)
-
-    def update(gradient: torch.Tensor) -> None:
-        x.grad = gradient
-        ours.step()
-
-    network = Network(topologies.make("ring", 1), Processes())
-    hooked = DDPHook(
-        network, parameters, update, hook=hook, rank=1, start_iteration=2, weight_decay=0.01
-    )
-    inputs = torch.randn(5, 40, generator=torch.Generator().manual_seed(0))
-    for _ in range(100):
-        hooked.start()
-        (1e-9 * linear(inputs).square().sum()).backward()
-        hooked.finish()
-        sgd.step()
-    assert (parameters.x - theirs.detach()).norm() < 1e-5 * theirs.detach().norm()
 
 
 @pytest.mark.long

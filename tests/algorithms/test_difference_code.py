@@ -13,7 +13,7 @@ from powergossip.algorithms.directions import EdgeConstants
 from powergossip.algorithms.power_gossip import PowerGossip
 from powergossip.network import Conversation, Network, ToEach
 from powergossip.parameters import Layout
-from tests.harness.averaging import alone, graph, start, variance
+from tests.harness.averaging import alone, graph, start
 
 LENGTHS = (40, 3, 90, 17)
 SHAPES = [(40, 30), (20, 25), (17,), (9,)]
@@ -113,7 +113,7 @@ def test_the_difference_is_unbiased() -> None:
         difference(code, network, s, t)
     saved, skipped = copy.deepcopy(code.saved()), code.skipped
     saved["state"][..., -2] += 3  # room for all draws
-    total, squares, draws = torch.zeros_like(true), torch.zeros_like(true), 2000
+    total, squares, draws = torch.zeros_like(true), torch.zeros_like(true), 400
     for t in range(draws):
         code.load(saved)
         d = difference(code, network, s, 100 + t)
@@ -209,8 +209,7 @@ def test_few_blocks_are_left_out(kind: str, bits: int, limit: float) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("alone_grows", [False, True], ids=["all", "one matrix"])
+@pytest.mark.parametrize(("bits", "alone_grows"), [(4, False), (8, True)])
 def test_no_message_moves_models_apart(bits: int, alone_grows: bool) -> None:
     """Differences grow a thousandfold in a step, shrink again, and begin at 0: V grows in no step
     by an exchange, messages that are skipped are few, and the differences stay as small as those
@@ -237,25 +236,6 @@ def test_no_message_moves_models_apart(bits: int, alone_grows: bool) -> None:
             assert float(code.skipped) <= 0.15 * float(code.blocks)
         torch.testing.assert_close(x.mean(0), mean, rtol=0, atol=1e-9)
     assert least[bits] < 1.5 * least[32]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("topology", ["ring", "tail", "star"])
-def test_variance_stays_bounded_in_5000_steps(topology: str) -> None:
-    """Steps of two sizes, a thousandfold apart, in turns."""
-    largest = {}
-    for bits in (32, 8, 4):
-        network, layout = alone(topology, 8), Layout([(12, 10), (5, 9), (7,)])
-        gossip = algorithms.make("power-gossip", network, layout, bits=bits)
-        x, largest[bits] = torch.zeros(8, layout.size), 0.0
-        generator = torch.Generator().manual_seed(1)
-        for t in range(5000):
-            size = 1e-2 if t % 1000 < 500 else 1e-5
-            x += size * torch.randn(x.shape, generator=generator)
-            network.run(gossip.step(x))
-            largest[bits] = max(largest[bits], variance(x))
-    assert largest[8] < 1.2 * largest[32]
-    assert largest[4] < 1.5 * largest[32]
 
 
 def test_16_bits_are_nearly_whole_messages() -> None:
@@ -322,15 +302,6 @@ def test_a_wrong_bit_of_a_checksum_leaves_its_block_out() -> None:
             received[2, 1, -26 + bit // 8] ^= 1 << bit % 8
         code.decode(own, received, 0, torch.empty(3, 2, 800))
         assert int(code.skipped) - before == {1: 1, 3: 3, 4: 13}[len(wrong)]
-
-
-def test_a_restored_code_goes_on_to_the_bit() -> None:
-    network = Network(topologies.make("ring", 3), dtype=torch.float64)
-    s, codes = products(drawn("normal", 3, 0), network), [code_of(network, 4) for _ in range(2)]
-    for t in range(5):
-        difference(codes[0], network, s, t)
-    codes[1].load(codes[0].saved())
-    assert torch.equal(*(difference(code, network, s, 5) for code in codes))
 
 
 def test_codes_of_an_edge_have_their_own_random_numbers() -> None:

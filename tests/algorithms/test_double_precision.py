@@ -8,17 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 from torch import Tensor, nn
 
-import gossip_run
 import train
 from powergossip import algorithms, topologies
 from powergossip.algorithms import AVERAGING
 from powergossip.algorithms.aggregation import AGGREGATIONS
 from powergossip.algorithms.learning import LEARNING
 from powergossip.algorithms.torch_powersgd import HOOKS
-from powergossip.consensus.sweep import Sweep
 from powergossip.errors import BadInput
 from powergossip.network import Network, Processes, processes
 from powergossip.network.collectives import all_reduce_cost
@@ -26,7 +23,6 @@ from powergossip.optimizers import GossipOptimizer
 from powergossip.parameters import Layout
 from powergossip.runs import metrics
 from powergossip.runs.checkpoints import Checkpoints
-from powergossip.runs.metrics import Hooks
 from powergossip.training.config_checks import checked
 from powergossip.training.trainer import Trainer
 from tests.harness.averaging import ALONE, EVERY, SHAPES, label, start, steps, variance
@@ -96,23 +92,6 @@ def test_nor_has_it_an_effect_on_models_and_data_of_the_library(name: str) -> No
         found.append(run.parameters.x)
         assert torch.get_default_dtype() == default
     assert torch.equal(*found)
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures("default_restored")
-def test_nor_on_consensus() -> None:
-    found: list[list[float]] = []
-    for default in (torch.float32, torch.float64, torch.bfloat16):
-        torch.set_default_dtype(default)
-        errors: list[float] = []
-        for data in ("random", "sparse", "low-rank"):
-            given: dict[str, Any] = {"n_workers": 4, "matrix_size": 4, "num_steps": 2}
-            given |= {"hyperparameter_num_samples": 2, "algorithm": "all", "data_type": data}
-            config = OmegaConf.structured(gossip_run.Config(**given))
-            hooks = Hooks(log_metric=lambda name, values, tags: errors.append(values["value"]))  # noqa: B023
-            Sweep(config, ALONE).run(hooks)
-        found.append(errors)
-    assert found[0] == found[1] == found[2]
 
 
 # --- train.py ---

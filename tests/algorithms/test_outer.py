@@ -244,28 +244,6 @@ def test_disagreement_decays_at_the_default_rate(name: str, beta: float, overlap
         assert above > 1 or largest >= 2, topology
 
 
-@pytest.mark.parametrize(
-    ("name", "topology", "n", "options"),
-    [
-        ("diloco", "base-graph", 5, {"outer_momentum": 0.9, "overlapping": True}),
-        ("diloco", "unidirectional-ring", 7, {"outer_momentum": 0.9, "overlapping": True}),
-        ("gasloc", "unidirectional-ring", 8, {}),
-        ("gasloc", "one-peer-exponential", 8, {"outer_momentum": 0.9}),
-        ("noloco", "unidirectional-ring", 8, {"outer_momentum": 0.5}),
-    ],
-)
-def test_models_stay_together_at_the_default_rate(
-    name: str, topology: str, n: int, options: dict[str, Any]
-) -> None:
-    """Without a limit they are 1e4 to 1e16 apart."""
-    problem = Quadratics(n, shapes=VECTOR)
-    given = {"overlapping": False} | learning.options(name) | options
-    largest = learning.rule(name).largest_rate(topologies.make(topology, n), given)
-    rate = {"diffusion_rate": min(1.0, 0.9 * largest)}
-    run(name, "plain", 400, 5, 0.002, problem, topology, rate, **options)
-    assert float((problem.x - problem.x.mean(0)).norm()) < 20
-
-
 def test_a_single_worker_has_no_largest_rate() -> None:
     one = topologies.make("ring", 1)
     assert outer_stability.largest_rate(one, outer_stability.diloco, 0.7, 0.9) == np.inf
@@ -294,31 +272,6 @@ def test_corrected_sgd_is_exact(name: str, H: int, mu: float, beta: float, corre
     rounds = 600 if mu * 20 * 0.02 > 0.3 else 1500
     error = run(name, "plain", rounds if corrects else 300, H, 0.2 / H, **options).error
     assert error < 1e-6 if corrects else error > 0.5
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("name", "averaging", "options", "bound"),
-    [
-        ("noloco", "power-gossip", {"rank": 4, "num_iterations": 1}, 1e-9),
-        ("diloco", "qsgd", {}, 1e-4),
-        ("gasloc", "top-k", {"diffusion_rate": 0.3, "keep_ratio": 0.5}, 0.03),
-        ("gasloc", "all-reduce", {}, 1e-12),
-    ],
-)
-def test_corrections_are_exact_over_compressed_messages(
-    name: str, averaging: str, options: dict[str, Any], bound: float
-) -> None:
-    """Other pairs are in laws.EXACT. Corrections add up to 0."""
-    problem, beta = Quadratics(), 0.3 if name == "noloco" else 0.5
-    given: dict[str, Any] = {"outer_momentum": beta, "gradient_correction": True}
-    rule = rule_of(name, averaging, problem, 0.04, "ring", options, local_steps=5, **given)
-    train(rule, problem, 25)
-    c = rule.state_dict()["c"]
-    assert c.norm() > 1
-    assert c.sum(0).abs().max() < (1e-12 if averaging != "qsgd" else 1e-5)
-    train(rule, problem, 3475)
-    assert problem.error < bound
 
 
 @pytest.mark.parametrize(("given", "alpha"), [({"correction_rate": 0.4}, 0.4), ({}, 0.1)])

@@ -1,6 +1,5 @@
 """Laws of PowerSGD: error feedback, convergence of the directions, cost of the messages."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -135,16 +134,13 @@ def test_a_gradient_of_zeros_does_not_end_learning() -> None:
 
 @pytest.mark.long
 def test_the_published_compression_of_resnet18() -> None:
-    """Table 3 of Vogels et al. (2019), and the bits of real messages, which are all-reduces."""
+    """Table 3 of Vogels et al. (2019)."""
     shapes = [p.shape for p in ARCHITECTURES["ResNet18"]((3, 32, 32), 10).parameters()]
     layout = Layout(shapes)
     assert layout.size == 11_173_962
     for rank, rate in ((1, 243), (2, 136), (4, 72)):
-        network, a = aggregation(2, shapes, rank=rank, min_compression_rate=2)
+        _, a = aggregation(2, shapes, rank=rank, min_compression_rate=2)
         assert round(a.compression_rate) == rate
-    step(network, a, torch.randn(2, layout.size))
-    # A ring of 2 all-reduces b bits by sending b of them, in two all-reduces here.
-    assert abs(network.bits[0] - 32 * layout.size / a.compression_rate) <= 2
 
 
 def test_small_tensors_and_the_first_steps_are_not_compressed() -> None:
@@ -332,48 +328,6 @@ def test_workers_that_differ_in_what_they_train_are_rejected() -> None:
     dtype = torch.float64 if who.rank else torch.float32
     with pytest.raises(BadInput):
         PowerSGD([torch.zeros(2, 2, dtype=dtype)], AT_ONCE)
-
-
-# The published package, github.com/epfml/powersgd.
-
-# Its README, with another import line, and with batches for "for each batch".
-SNIPPET = """
-from powergossip.optimizers import PowerSGD, Config, optimizer_step
-
-model = torchvision.models.resnet50(pretrained=True)
-params = list(model.parameters())
-optimizer = torch.optim.SGD(params, lr=0.1)
-
-powersgd = PowerSGD(params, config=Config(
-    rank=1,  # lower rank => more aggressive compression
-    min_compression_rate=10,  # don't compress gradients with less compression
-    num_iters_per_step=2,  #   # lower number => more aggressive compression
-    start_compressing_after_num_steps=0,
-))
-
-for batch in batches:
-    loss = model(batch).square().mean()
-    loss.backward()
-    optimizer_step(optimizer, powersgd)
-"""
-
-
-def test_the_published_snippet_runs() -> None:
-    def resnet50(pretrained: bool) -> nn.Module:
-        torch.manual_seed(1)
-        return nn.Sequential(nn.Conv2d(3, 40, 3), nn.ReLU(), nn.Flatten(), nn.Linear(160, 30))
-
-    batches = [torch.randn(5, 3, 4, 4) for _ in range(10)]
-    names: dict[str, Any] = {
-        "torch": torch,
-        "batches": batches,
-        "torchvision": SimpleNamespace(models=SimpleNamespace(resnet50=resnet50)),
-    }
-    before = [resnet50(True)(batch).square().mean().item() for batch in batches]
-    exec(SNIPPET, names)
-    after = [names["model"](batch).square().mean().item() for batch in batches]
-    assert sum(after) < 0.8 * sum(before)
-    assert names["powersgd"].compression_rate > 5
 
 
 def test_the_published_defaults() -> None:

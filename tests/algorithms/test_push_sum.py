@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from powergossip import algorithms, topologies
-from powergossip.algorithms import AVERAGING, DPSGD, Averaging, PlainGossip, PushSum
+from powergossip.algorithms import AVERAGING, DPSGD, Averaging, PushSum
 from powergossip.algorithms.learning import Workers
 from powergossip.network import Conversation, Network, Processes, processes
 from powergossip.optimizers import GossipOptimizer
@@ -119,23 +119,6 @@ def test_a_step_is_the_dense_computation(topology: str) -> None:
         torch.testing.assert_close(weights(averaging), w)
 
 
-@pytest.mark.parametrize(
-    "topology", ["ring", "unidirectional-ring", "exponential", "one-peer-exponential", "torus"]
-)
-def test_with_equal_degrees_it_is_plain_gossip(topology: str) -> None:
-    """Weights are 1/(degree + 1), and w is 1."""
-    network = alone(topologies.make(topology, N))
-    averaging, gossip = made(network), PlainGossip(network)
-    x = start().float()
-    expected = x.clone()
-    for _ in range(20):
-        network.run(averaging.step(x))
-        network.round -= 1
-        network.run(gossip.step(expected))
-        torch.testing.assert_close(x, expected)
-        torch.testing.assert_close(weights(averaging), torch.ones(N, 1, dtype=torch.float64))
-
-
 def test_bits_are_those_of_one_message_with_the_weight(irregular: Topology) -> None:
     for running_sums in (False, True):
         network, x = alone(irregular, torch.float32), start().float()
@@ -145,23 +128,6 @@ def test_bits_are_those_of_one_message_with_the_weight(irregular: Topology) -> N
         degrees = [2 if i in (0, 3) else 1 for i in range(N)]
         assert network.bits.tolist() == [3 * 32 * (D + 1) * degree for degree in degrees]
         assert network.messages.tolist() == [3 * degree for degree in degrees]
-
-
-@pytest.mark.parallel([2, 4])
-def test_processes_do_not_show(tmp_path: Path) -> None:
-    for options in ({}, {"running_sums": True}):
-        for topology in (from_file(tmp_path, CHORDS), topologies.make("epidemic", N)):
-            if options and topology.period > 1:
-                continue
-            apart, together = Network(topology, dtype=torch.float64), alone(topology)
-            expected = start()
-            x = expected[apart.workers.start : apart.workers.stop].clone()
-            first, second = made(apart, **options), made(together, **options)
-            for _ in range(20):
-                apart.run(first.step(x))
-                together.run(second.step(expected))
-            torch.testing.assert_close(apart.gather(x), expected)
-            assert apart.gather(torch.tensor(apart.bits)).tolist() == together.bits.tolist()
 
 
 def test_messages_in_half_precision_conserve_mass() -> None:

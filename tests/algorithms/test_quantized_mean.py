@@ -83,21 +83,6 @@ def test_a_resumed_walk_is_the_same_to_the_bit(bits: int, before: int) -> None:
     assert torch.equal(second.go(4), expected)
 
 
-@pytest.mark.parametrize("n", [1, 3, 8, 20])
-def test_few_bits_are_fewer_than_32(n: int) -> None:
-    """Of models with few elements, too."""
-    for size in (max(1, n // 2), n, 3 * n + 1, 64 * n, 64 * n + 1):
-        sent = []
-        for bits in (32, 8):
-            network, layout = alone("ring", n), Layout([(size,)])
-            mean, x = algorithms.make("all-reduce", network, layout, bits=bits), torch.ones(n, size)
-            network.run(mean.step(x))
-            before = network.bits[0]
-            network.run(mean.step(x))
-            sent.append(int(network.bits[0] - before))
-        assert sent[1] < sent[0] or n == 1 or size < n
-
-
 @every_bits
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, 1e38])
 @pytest.mark.parametrize("steps", [0, 2], ids=["first step", "later"])

@@ -22,7 +22,6 @@ from powergossip.runs.metrics import Hooks
 from powergossip.topologies import Topology
 from powergossip.training.config_checks import checked
 from powergossip.training.trainer import Trainer
-from tests.harness.training import select, trained
 
 LAYOUT = Layout([(4, 3), (5,)])
 BOUNDED = ("dpsgd", "power-gossip")  # plain gossip bounds their rates
@@ -100,14 +99,6 @@ def test_a_sweep_gives_one_warning_before_it_runs() -> None:
     (text,) = warned(lambda: sweeps.append(Sweep(config, processes(), batch_elements=1)))
     assert all(word in text for word in ("1.308", "torus", "1.25 ", "rate of plain gossip is 1 "))
     assert warned(lambda: sweeps[0].run(Hooks())) == []
-
-
-def test_a_training_run_gives_one_warning() -> None:
-    config = OmegaConf.structured(train.Config)
-    config |= {"n_workers": 4, "topology": "fully-connected", "task_architecture": "MLP"}
-    config |= {"optimizer": "power-gossip", "optimizer_diffusion_rate": 2.5, "num_epochs": 1}
-    (text,) = warned(lambda: Trainer(checked(config, processes()), processes()))
-    assert all(word in text for word in ("2.5", "fully-connected", "above 2 ", "gossip is 1 "))
 
 
 @pytest.mark.parallel([4])
@@ -201,18 +192,3 @@ def test_deepsqueeze_rejects_what_is_no_contraction() -> None:
     network = Network(topologies.make("ring", 4), Processes())
     with pytest.raises(ValueError, match=r"^unbiased=True: "):
         algorithms.make("deepsqueeze", network, LAYOUT, compressor="qsgd", unbiased=True)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"optimizer": "moniqua"},
-        {"optimizer": "deepsqueeze", "optimizer_compressor": "top-k"},
-    ],
-)
-def test_digits_trains_at_the_default_rate(values: dict[str, Any]) -> None:
-    """With γ = 1, the worst worker stays below 50 %."""
-    more: dict[str, Any] = {"task_architecture": "MLP", "batch_size": 16, "learning_rate": 0.05}
-    _, rows = trained(**values, **more, n_workers=8, num_epochs=8, evaluation_interval=8)
-    assert select(rows, "accuracy", split="test", epoch=8)["value"].min() > 0.65

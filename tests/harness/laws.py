@@ -44,7 +44,7 @@ EXACT = [
     Law("k-gt", "plain", 0.05, 600, {}, {}),
     Law("k-gt", "plain", 0.01, 3000, {"local_steps": 5}, {}),
     Law("k-gt", "power-gossip", 0.05, 1500, {}, {}),
-    Law("k-gt", "power-gossip", 0.05, 1500, {}, {"bits": 8}),
+    Law("k-gt", "power-gossip", 0.05, 1500, {}, {"bits": 8}, True),
     Law("k-gt", "power-gossip", 0.01, 6000, {"local_steps": 5}, {}, True),
     Law("momentum-tracking", "plain", 0.01, 1500, {}, {}),
     Law("momentum-tracking", "power-gossip", 0.005, 3000, {}, {}),

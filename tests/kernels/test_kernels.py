@@ -303,14 +303,6 @@ def test_the_bits_are_the_same_with_the_fewest_instructions(
         assert_same(a, b)
 
 
-@pytest.mark.slow
-@needs_compiler
-def test_a_library_needs_no_cache(forgotten: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    forgotten.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert kernels.name(kernels.compiled()) == "compiled"
-
-
 @pytest.fixture
 def compiling(forgotten: pytest.MonkeyPatch, tmp_path: Path) -> bytes:
     """The content of a library, which is compiled in no time, with an empty cache."""
