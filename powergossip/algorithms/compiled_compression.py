@@ -208,12 +208,6 @@ def _draws(compressor: RandomK | RandomBlock, rows: int, columns: int) -> int:
     return number_of_draws(count, entries) or (_ALL if entries <= _MOST_SORTED else _ELSEWHERE)
 
 
-def moniqua_loops(network: Network) -> "MoniquaLoops | None":
-    """The compiled loops of Moniqua, or None where PyTorch is to be used. All processes call it."""
-    library = kernels.load(network)
-    return None if library is None else MoniquaLoops(library)
-
-
 class MoniquaLoops:
     """The compiled loops of Moniqua. Symbols as in compressed_gossip.py, x as above."""
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from powergossip import checks, randomness
+from powergossip import checks, kernels, randomness
 from powergossip.algorithms import compiled_compression
 from powergossip.algorithms.averaging import Kind, Rate, Saved, column
 from powergossip.compressors import QSGD, BySize, Codec, pack, packed_size, unpack
@@ -292,11 +292,8 @@ class Moniqua(Saved):
 
     @cached_property
     def _loops(self) -> compiled_compression.MoniquaLoops | None:
-        return (
-            compiled_compression.moniqua_loops(self._network)
-            if self._layout.shards is None
-            else None
-        )
+        library = kernels.load(self._network) if self._layout.shards is None else None
+        return None if library is None else compiled_compression.MoniquaLoops(library)
 
     @cached_property
     def _scratch(self) -> tuple[Tensor, ...]:

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import train
 from powergossip import algorithms, topologies
 from powergossip.algorithms import AVERAGING
 from powergossip.algorithms.aggregation import AGGREGATIONS
@@ -18,11 +17,8 @@ from powergossip.algorithms.learning import LEARNING
 from powergossip.algorithms.torch_powersgd import HOOKS
 from powergossip.errors import BadInput
 from powergossip.network import Network, Processes, processes
-from powergossip.network.collectives import all_reduce_cost
 from powergossip.optimizers import GossipOptimizer
 from powergossip.parameters import Layout
-from powergossip.runs import metrics
-from powergossip.runs.checkpoints import Checkpoints
 from powergossip.training.config_checks import checked
 from powergossip.training.trainer import Trainer
 from tests.harness.averaging import ALONE, EVERY, SHAPES, label, start, steps, variance
@@ -193,30 +189,6 @@ def test_a_model_in_double_precision_is_trained_in_it(name: str) -> None:
     assert (x != x.float()).any()
     assert all(p.dtype == torch.float64 for p in run.parameters.models[0].parameters())
     assert run.parameters.buffers.dtype == run.network.dtype == torch.float64
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures("module")
-def test_a_run_in_double_precision_resumes_and_is_evaluated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def run(folder: str, *arguments: str) -> Tensor:
-        monkeypatch.setattr(train, "config", configured())
-        common = ["task_architecture=of_user:Net", "max_steps_per_epoch=2", "overlapping=false"]
-        train.main([*common, *arguments, "--output-dir", folder])
-        found: Tensor = Checkpoints(tmp_path / folder, Processes()).load(range(4))["x"]
-        return found
-
-    whole = run("whole", "num_epochs=2")
-    (merge,) = metrics.last_values(metrics.load(tmp_path / "whole"), "merge_bits")
-    assert merge == all_reduce_cost(4, 64 * whole.shape[1])[0]
-    run("parts", "num_epochs=1")
-    assert torch.equal(run("parts", "num_epochs=2", "resume=true"), whole)
-    run("parts", "num_epochs=2", "evaluate_only=true", "mean_model_statistics=recalibrated")
-    (tmp_path / "of_user.py").write_text(MODULE.replace('"float64"', '"float32"'))
-    sys.modules.pop("of_user")
-    with pytest.raises(BadInput, match=r"another model: parameters in torch.float64"):
-        run("parts", "num_epochs=3", "resume=true")
 
 
 @pytest.mark.usefixtures("module")

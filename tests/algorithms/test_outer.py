@@ -252,28 +252,6 @@ def test_a_single_worker_has_no_largest_rate() -> None:
 # --- Gradient correction --------------------------------------------------------------------------
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("name", "H", "mu", "beta", "corrects"),
-    [
-        ("diloco", 1, 0.7, 0.5, True),
-        ("diloco", 5, 1.0, 0.0, True),
-        ("diloco", 5, 0.3, 0.9, True),
-        ("gasloc", 1, 0.7, 0.9, True),
-        ("gasloc", 5, 0.7, 0.5, True),
-        ("diloco", 1, 0.7, 0.9, False),
-        ("diloco", 5, 0.7, 0.9, False),
-    ],
-)
-def test_corrected_sgd_is_exact(name: str, H: int, mu: float, beta: float, corrects: bool) -> None:
-    """Uncorrected SGD is not."""
-    options: dict[str, Any] = {"outer_rate": mu, "outer_momentum": beta}
-    options["gradient_correction"] = corrects
-    rounds = 600 if mu * 20 * 0.02 > 0.3 else 1500
-    error = run(name, "plain", rounds if corrects else 300, H, 0.2 / H, **options).error
-    assert error < 1e-6 if corrects else error > 0.5
-
-
 @pytest.mark.parametrize(("given", "alpha"), [({"correction_rate": 0.4}, 0.4), ({}, 0.1)])
 def test_a_correction_is_an_average_of_differences(given: Any, alpha: float) -> None:
     """Σ_t α (1 − α)^t (mean g − g_i) of the round t rounds ago, over all-reduce."""

@@ -162,18 +162,6 @@ def test_the_own_model_takes_the_place_of_lost_messages(
         assert (1 + received[:, :, 0].sum(1) == 8).all()
 
 
-@pytest.mark.long
-def test_training_recovers_from_lost_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = Quadratics()
-    rule = relaying(problem, "double-binary-tree", 0.02)
-    with monkeypatch.context() as patch:
-        patch.setattr(rule, "mixing", lambda mix=rule.mixing: losing(mix(), 3))
-        train(rule, problem, 100)
-        assert 1e-3 < problem.error < 10
-    train(rule, problem, 1500)
-    assert problem.error < 1e-9
-
-
 @pytest.mark.parametrize("topology", TREES)
 def test_messages_have_the_coordinates_of_their_tree_and_a_count(topology: str) -> None:
     problem = Quadratics(dtype=torch.float32)

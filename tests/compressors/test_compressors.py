@@ -403,18 +403,6 @@ def test_a_random_block_is_in_one_piece_and_goes_on_at_the_first_entry() -> None
     assert (chosen - kept / 30).abs().max() <= 5 * (0.3 * 0.7 / draws) ** 0.5
 
 
-@pytest.mark.parametrize("shape", [(100, 100), (300, 300), (20, 7), (9, 1)])
-def test_random_entries_of_a_rank_cost_the_bits_of_its_factors(shape: tuple[int, int]) -> None:
-    """Those of svd, as in the PowerSGD paper. Top-k of that rank costs half, or less."""
-    for rank in (1, 3):
-        factors = compressors.size(SVD(rank), *shape)
-        for kind in (RandomK, RandomBlock):
-            assert compressors.size(kind(rank=rank), *shape) == factors
-            assert kind(rank=rank).kept(*shape) == min(prod(shape), rank * sum(shape))
-        top_k = compressors.size(TopK(rank=rank), *shape)
-        assert top_k == factors / 2 if prod(shape) > 2**16 else top_k <= factors
-
-
 @pytest.mark.parametrize("name", [n for n, row in COMPRESSORS.items() if hasattr(row, "linear")])
 def test_means_of_the_messages_of_linear_compressors_decode_to_the_mean(name: str) -> None:
     layout = Layout(SHAPES)

@@ -200,27 +200,6 @@ def test_messages_are_encoded_and_decoded_as_by_pytorch(
 
 
 @needs_compiler
-@pytest.mark.parametrize(
-    ("name", "options"),
-    with_one_each(["choco", "deepsqueeze"], OF_EVERY_COMPRESSOR, "choco".__eq__),
-)
-def test_checkpoints_do_not_depend_on_the_compiler(name: str, options: dict[str, Any]) -> None:
-    ours, theirs, mixed = (Run(name, compiled, **options) for compiled in (True, False, True))
-    x, z = (normal(4, LAYOUT.size) for _ in range(2))
-    ours.step(x)
-    mixed.step(normal(4, LAYOUT.size, seed=1))  # forgotten by loading
-    z.copy_(x)
-    for target in (theirs, mixed):
-        target.averaging.load_state_dict(ours.averaging.state_dict())
-    y = x.clone()
-    message = ours.step(x)
-    theirs.step(y, replace=message)
-    mixed.step(z)
-    assert_close(x, y)
-    assert_same(x, z)
-
-
-@needs_compiler
 @pytest.mark.parametrize("topology", ["star", "one-peer-exponential"])
 def test_moniqua_is_that_of_pytorch(topology: str) -> None:
     """To the bit, also of the messages."""
