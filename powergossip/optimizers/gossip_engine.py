@@ -137,7 +137,6 @@ class Averaged(Traffic):
                     partial(self._learning.build, self.network, self.method, index, steps),
                     self.sharding,
                 )
-                self.method.warn_of_rate(self.network)
             parts.append(part)
         of_process_0 = [p for p in parameters if is_frozen(p)]
         self.frozen.extend(of_process_0)
