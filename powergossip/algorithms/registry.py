@@ -44,6 +44,9 @@ def _deepsqueeze(
         compressor: Name of the compressor.
     """
     rate: Any = diffusion_rate
+    if rate is None:
+        given = {"compressor": compressor, **compressor_options}
+        rate = default_rate("deepsqueeze", network.topology, layout, given)
     return DeepSqueeze(network, _codec(network, layout, compressor, compressor_options, seed), rate)
 
 
@@ -68,6 +71,9 @@ def _choco(
     """
     codec = _codec(network, layout, compressor, compressor_options, seed)
     rate: Any = diffusion_rate
+    if rate is None:
+        given = {"compressor": compressor, **compressor_options}
+        rate = default_rate("choco", network.topology, layout, given)
     copies = rates.copy_rate(codec.compressor) if copy_rate is None else copy_rate
     return ChocoGossip(network, codec, rate, copies)
 
@@ -228,9 +234,6 @@ def build(name: str, network: Network, layout: Layout, options: Mapping[str, Any
         ValueError: For a bad value, or a directed graph on which it would be biased.
     """
     row = (AVERAGING | CONSENSUS_ONLY)[name]
-    if name in _DEFAULT_RATES and options.get("diffusion_rate") is None:
-        rate = default_rate(name, network.topology, layout, options)
-        options = {**options, "diffusion_rate": rate}
     return _unbiased(name, network, row(network, layout, **options))
 
 
