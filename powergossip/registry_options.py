@@ -126,12 +126,13 @@ def check(
     return found
 
 
-_TYPES = {
+_TYPES: dict[type, str] = {
     bool: "true or false",
     int: "a whole number",
     float: "a number",
     str: "a string",
     NoneType: "None",
+    Sequence: "a list",
 }
 
 

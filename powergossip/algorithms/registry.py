@@ -44,6 +44,9 @@ def _deepsqueeze(
         compressor: Name of the compressor.
     """
     rate: Any = diffusion_rate
+    if rate is None:
+        given = {"compressor": compressor, **compressor_options}
+        rate = default_rate("deepsqueeze", network.topology, layout, given)
     return DeepSqueeze(network, _codec(network, layout, compressor, compressor_options, seed), rate)
 
 
@@ -68,6 +71,9 @@ def _choco(
     """
     codec = _codec(network, layout, compressor, compressor_options, seed)
     rate: Any = diffusion_rate
+    if rate is None:
+        given = {"compressor": compressor, **compressor_options}
+        rate = default_rate("choco", network.topology, layout, given)
     copies = rates.copy_rate(codec.compressor) if copy_rate is None else copy_rate
     return ChocoGossip(network, codec, rate, copies)
 
