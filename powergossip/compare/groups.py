@@ -260,9 +260,14 @@ def sections(
 
 def _section(metric: Metric, runs: Sequence[Run], warn: Warn) -> Section:
     by_config: dict[str, list[Run]] = {}
+    machines: dict[tuple[Any, ...], Run] = {}
     for run in runs:
         config = {key: value for key, value in _effective(run.config).items() if key != SEED}
         key = json.dumps(config, sort_keys=True, default=str)
+        machine = run.info.get("run"), run.config.get(SEED), key  # of a run with a ticket
+        if machine[0] and (first := machines.setdefault(machine, run)) is not run:
+            warn(f"{run.name} is another machine of the run in {first.name}; left out")
+            continue
         by_config.setdefault(key, []).append(run)
     groups = [Group(members, metric) for members in by_config.values()]
     for group in groups:

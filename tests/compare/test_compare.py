@@ -155,6 +155,18 @@ def test_of_consensus_each_algorithm_is_a_run_at_its_best_setting(tmp_path: Path
     assert section.labels() == ["plain", "signs"]
 
 
+def test_the_machines_of_a_run_are_one_run(tmp_path: Path) -> None:
+    """With a ticket, each has its folder. Another seed under the same ticket is another run."""
+    folders = [
+        write_run(tmp_path / name, info={"run": "run-a"}, seed=seed)
+        for name, seed in (("a", 1), ("b", 1), ("c", 2))
+    ]
+    noted: list[str] = []
+    (section,) = compared(*folders, warn=noted.append)
+    assert columns(section)["runs"] == ["2"]
+    assert noted == [f"{folders[1]} is another machine of the run in {folders[0]}; left out"]
+
+
 # --- Incomplete runs ------------------------------------------------------------------------------
 
 
