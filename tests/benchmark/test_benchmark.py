@@ -257,21 +257,16 @@ def test_a_run_that_is_done_is_not_repeated(
         carried_out(campaign)
 
 
-def test_a_tier_tries_the_first_settings(tmp_path: Path) -> None:
+def test_a_tier_tries_the_first_settings_of_a_version_of_a_task(tmp_path: Path) -> None:
+    """Runs of another version are not taken."""
     many = [{"optimizer": "half", "learning_rate": 10.0**-i} for i in range(8)]
-    path = written(tmp_path, many)
-    entry = entries.find(str(path))
+    path, task = written(tmp_path, many), TASKS["text_same"]
+    entry, newer = entries.find(str(path)), dataclasses.replace(task, version=task.version + 1)
     for tier in tasks.TIERS:
         campaign = Campaign(entry, str(path), tier, ["text_same"], tmp_path)
-        run = campaign.tuning(TASKS["text_same"])
+        run = campaign.tuning(task)
         assert run.values["settings"] == many[: TRIES[tier]]
-
-
-def test_runs_of_another_version_of_a_task_are_not_taken(tmp_path: Path) -> None:
-    task = TASKS["text_same"]
-    campaign = Campaign(entries.find("d-psgd"), "d-psgd", QUICK, [task.name], tmp_path)
-    newer = dataclasses.replace(task, version=task.version + 1)
-    assert campaign.tuning(newer).identity != campaign.tuning(task).identity
+        assert campaign.tuning(newer).identity != run.identity
 
 
 def test_a_setting_that_diverges_is_not_chosen() -> None:
