@@ -4,7 +4,6 @@ tasks.py         tasks, and what an entry may tune
 entries.py       entries: the library's, and files of users
 entry_runs.py    the runs of an entry on a task
 data.py          data of the tasks
-measuring.py     bits of a run and of a merge
 campaign.py      all runs of an entry, and its results
 results.py       files of results
 comparison.py    measures of several entries, and pairs of them

@@ -9,7 +9,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
@@ -20,19 +20,21 @@ import yaml
 from omegaconf import DictConfig
 
 import train
-from powergossip import __version__, algorithms
+from powergossip import __version__, algorithms, tasks, topologies
 from powergossip import registry_options as options
 from powergossip.algorithms import trials
 from powergossip.algorithms.method import Method, import_rows
 from powergossip.atomic_files import write_atomically
-from powergossip.benchmark import data, entries, measuring
+from powergossip.benchmark import data, entries
 from powergossip.benchmark.tasks import FINAL, OPTION, RESULT, TASKS, BenchmarkTask, Values
 from powergossip.errors import BadInput, Diverged
 from powergossip.network import Network, Processes
-from powergossip.parameters import Layout
+from powergossip.network.collectives import all_reduce_cost
+from powergossip.parameters import Layout, Parameters
 from powergossip.runner.runner import circumstances
 from powergossip.runs import configuration, metrics
 from powergossip.state_trees import sha256
+from powergossip.topologies import Topology
 from powergossip.training.config_checks import checked, shared_keys
 from powergossip.training.methods import check_method
 from powergossip.user_functions import where
@@ -75,7 +77,7 @@ def main(arguments: Sequence[str]) -> None:
     ]
     result: dict[str, Any] = {"runs": runs}
     if final:
-        result["merge"] = measuring.merge(task, values, runs)
+        result["merge"] = _merge(task, values, runs)
         result["made"] = {"package": __version__, **circumstances()}
     write_atomically(folder / RESULT, json.dumps(result, indent=1) + "\n")
 
@@ -86,7 +88,7 @@ def check(task: BenchmarkTask, tier: str, setting: Values) -> None:
     own = values | setting
     try:
         _import(setting)
-        topology = measuring.graph(own, 1)
+        topology = _graph(own, 1)
         if task.is_consensus:
             options.find(algorithms.AVERAGING, "averaging rule", own["optimizer"])
             trials.try_averaging(own["optimizer"], topology, partial(_averaging, own))
@@ -156,7 +158,7 @@ def learn(
     by_epoch = workers.groupby("epoch")["value"]
     worst = by_epoch.min() if task.measure.larger_is_better else by_epoch.max()
     facts = json.loads((folder / "info.json").read_text())
-    steps, busiest = facts["steps_per_epoch"], measuring.busiest(folder)
+    steps, busiest = facts["steps_per_epoch"], _busiest(folder)
     evaluations = [
         {
             "step": round(row["epoch"] * steps),
@@ -179,7 +181,7 @@ def agree(
     error, relative to the start."""
     own = values | setting | {"seed": seed}
     start = data.matrices(values, seed)
-    network = Network(measuring.graph(own, seed), Processes())
+    network = Network(_graph(own, seed), Processes())
     rule = _averaging(own, network, Layout([(values["size"], values["size"])]))
     x = start.flatten(1).clone()
     mean = x.double().mean(0)
@@ -214,6 +216,44 @@ def agree(
         "evaluations": evaluations,
         "data": sha256(data.matrices(values, 0)),
     }
+
+
+def _graph(setting: Mapping[str, Any], seed: int) -> Topology:
+    """The graph of a setting with the values of its task."""
+    options = setting.get("topology_options", {})
+    return topologies.make(setting["topology"], setting["n_workers"], seed=seed, options=options)
+
+
+def _merge(task: BenchmarkTask, values: Values, runs: Sequence[Mapping[str, Any]]) -> float:
+    """Megabytes of a worker in an all-reduce that gives all workers the mean model.
+
+    0 if all models agree at the end of the runs.
+    """
+    last = [run["evaluations"][-1] for run in runs if run["evaluations"]]
+    if task.is_consensus or all(at["worst"] == at["mean"] for at in last):
+        return 0.0
+    built = tasks.make(
+        values["task"],
+        n_workers=values["n_workers"],
+        batch_size=values["batch_size"],
+        seed=1,
+        task_options=values["task_options"],
+    )
+    size = Parameters([built.model(values["task_architecture"], 1)]).layout.size
+    return all_reduce_cost(values["n_workers"], 32 * size)[0] / 8e6
+
+
+def _busiest(folder: Path) -> float:
+    """The bits of the worker that has sent the most in a run, relative to worker 0's bits.
+
+    1 for a run that diverged before its first checkpoint.
+    """
+    folders = list((folder / "checkpoints").glob("step-*"))
+    if not folders:
+        return 1.0
+    (part,) = max(folders, key=lambda of: int(of.name[5:])).glob("part-*.pt")
+    bits = torch.load(part, weights_only=True)["network"]["bits"]
+    return float(bits.max() / bits[0]) if bits[0] else 1.0
 
 
 @cache

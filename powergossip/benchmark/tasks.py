@@ -85,11 +85,10 @@ class BenchmarkTask:
     def values_of(self, tier: str) -> Values:
         return {**self.values, **self.tiers[tier]}
 
-    def accepts(self, key: str) -> bool:
+    def accepts(self, key: object) -> bool:
         """True if a setting may have this key."""
-        if self.is_consensus:
-            return key == "optimizer" or key in OF_GRAPH or key.startswith(OPTION)
-        return key in TUNABLE or key.startswith(OPTION)
+        keys = {"optimizer", *OF_GRAPH} if self.is_consensus else TUNABLE
+        return key in keys or str(key).startswith(OPTION)
 
 
 CONSENSUS, FASHION_MNIST, TEXT = "consensus", "fashion_mnist", "text"

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from powergossip import command_line
 from powergossip.compare.groups import sections
-from powergossip.compare.output import FIGURES, STEM, TABLES, text, write
+from powergossip.compare.output import STEM, SUFFIXES, text, write
 from powergossip.compare.runs import SPLITS, folders, is_run, read
 from powergossip.errors import BadInput
 from powergossip.formatting import visible
@@ -67,7 +67,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("runs", nargs="*", metavar="RUN", help="output folders, or quoted patterns such as 'a/*'")
     add("--metric", metavar="NAME", help="name of rows, by default the main metric of the task")
     add("--split", default="test", choices=SPLITS, help="data of the metric (test)")
-    formats = ", ".join(TABLES + FIGURES)
+    formats = ", ".join(SUFFIXES)
     add("--output", metavar="PATH", help=f"a file ({formats}) or a folder for files")
     options = command_line.parsed(parser, arguments)
     if not options.runs:
@@ -80,14 +80,14 @@ def _targets(output: str | None) -> list[Path]:
     if output is None:
         return []
     path = Path(output)
-    if path.suffix.lower() in TABLES + FIGURES:
+    if path.suffix.lower() in SUFFIXES:
         if path.is_dir():
             raise BadInput(f"--output={output} is a folder; give the name of a file")
         return [path]
     other = path.suffix[1:].isalpha() and not path.exists()  # ring-0.1 is a folder
     if other or (path.exists() and not path.is_dir()):
         raise BadInput(f"--output={output}: use a folder, or a file that ends in "
-                       f"{', '.join(TABLES + FIGURES)}")  # fmt: skip
+                       f"{', '.join(SUFFIXES)}")  # fmt: skip
     if is_run(path):
         raise BadInput(f"--output={output} is a run; give another folder")
     return [path / f"{STEM}.svg", path / f"{STEM}.md"]

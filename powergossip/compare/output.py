@@ -1,4 +1,4 @@
-"""Files of a comparison: tables as text and Markdown, figures."""
+"""Tables of a comparison as text, and files: tables in Markdown, figures."""
 
 import html
 import math
@@ -9,7 +9,7 @@ from powergossip import formatting
 from powergossip.compare.groups import DIVERGED, Section
 from powergossip.runs import figures
 
-TABLES, FIGURES = (".txt", ".md"), (".svg", ".png", ".pdf")  # suffixes of files
+SUFFIXES = (".md", ".svg", ".png", ".pdf")  # of files: tables, figures
 STEM = "compared"  # of the files in a folder
 
 
@@ -41,9 +41,8 @@ def write(found: Sequence[Section], path: Path, linked: Sequence[str] = ()) -> l
     Returns the files: figures of several metrics have one each.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    suffix = path.suffix.lower()
-    if suffix in TABLES:
-        path.write_text(text(found) + "\n" if suffix == ".txt" else markdown(found, linked))
+    if path.suffix.lower() == ".md":
+        path.write_text(markdown(found, linked))
         return [path]
     files = _figure_files(found, path)
     for section, file in zip(found, files, strict=True):

@@ -101,7 +101,11 @@ class Run:
         if self.sweep:
             return {"name": "error", "larger_is_better": False}
         found = self.info.get("metric")
-        return found if isinstance(found, Mapping) else {}
+        if isinstance(found, Mapping):
+            return found
+        names = set(self.rows["name"])  # of a task of the library
+        known = {"perplexity": False, "accuracy": True, "cross_entropy": False}
+        return next(({"name": n, "larger_is_better": known[n]} for n in known if n in names), {})
 
     def larger_is_better(self, name: str) -> bool:
         if self.recorded_metric.get("name") == name:

@@ -31,10 +31,8 @@ def write_run(
     values = {**CONFIG, **config}
     (folder / "config.yaml").write_text(yaml.safe_dump(values))
     done = len(accuracies) / values["num_epochs"] if progress is None else progress
-    facts: dict[str, Any] = {"state.progress": done}
-    if name in ("accuracy", "perplexity"):
-        facts["metric"] = {"name": name, "larger_is_better": name == "accuracy"}
-    (folder / "info.json").write_text(json.dumps(facts | (info or {})))
+    facts = {"state.progress": done, "metric": None, **(info or {})}
+    (folder / "info.json").write_text(json.dumps(facts))
     log = MetricsLog(folder / FILE)
     for epoch, value in enumerate(accuracies, 1):
         numbers = {"epoch": epoch, "bits": bits * epoch, "messages": epoch, "seconds": 2.0 * epoch}
