@@ -207,5 +207,5 @@ def test_citation_and_changelog_have_the_version() -> None:
     assert all(citation[key] for key in ("title", "message", "authors"))
     assert "references" not in citation
     changes = re.findall("^## (.*)", (launch.ROOT / "CHANGELOG.md").read_text(), re.M)
-    released = [name for name in changes if name != "Unreleased"]
-    assert citation["version"] == released[0] == powergossip.__version__
+    released = next(name for name in changes if name != "Unreleased")
+    assert citation["version"] == released == powergossip.__version__

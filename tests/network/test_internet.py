@@ -182,7 +182,8 @@ def test_a_machine_that_leaves_is_lost_for_the_others_with_its_reason(machines: 
 
 
 def test_messages_survive_the_loss_of_connections(machines: Any) -> None:
-    """They arrive once and in order, whichever end closes a connection, at whatever time."""
+    """They arrive once, whole and in order, also if all are sent at once, whichever end closes a
+    connection, at whatever time."""
     first, second = machines(2)
     lengths = [(7919 * k) % 2**17 for k in range(60)] + [3 * 2**20, 0]
     messages = {tag: [bytes([k % 251, tag]) * n for k, n in enumerate(lengths)] for tag in (0, 5)}
@@ -192,8 +193,7 @@ def test_messages_survive_the_loss_of_connections(machines: Any) -> None:
         found: list[list[bytes]] = [[], []]
 
         async def send(tag: int) -> None:
-            for message in messages[tag]:
-                await link.send(tag, message)
+            await asyncio.gather(*(link.send(tag, message) for message in messages[tag]))
 
         async def receive(tag: int, into: list[bytes]) -> None:
             for _ in messages[tag]:
@@ -414,22 +414,6 @@ def test_a_machine_with_other_settings_is_turned_away(
     theirs = {"n_workers": 2, "num_epochs": 1}
     with pytest.raises(BadInput, match=sentence) if sentence else nullcontext():
         meeting.check_same("run-a", theirs, own)
-
-
-def test_long_messages_that_are_sent_at_once_stay_whole(machines: Any) -> None:
-    first, second = machines(2)
-    messages = [bytes([k]) * (3 * 2**20 + k) for k in range(2)]
-
-    async def send() -> None:
-        link = await first.link(1)
-        await asyncio.gather(*(link.send(0, message) for message in messages))
-
-    async def receive() -> list[bytes]:
-        link = await second.link(0)
-        return [await link.receive_any(0, 2**22) for _ in messages]
-
-    first.node.start(send())
-    assert second.node.wait(receive(), 60) == messages
 
 
 def test_a_new_connection_has_all_tags_and_the_bytes_of_the_former_one_count(machines: Any) -> None:
