@@ -385,9 +385,12 @@ def test_images_lie_as_convolutions_like_them(channels: int) -> None:
 # Augmentation.
 
 
-def test_crop_cuts_each_padded_image_at_its_corner() -> None:
+def test_crops_and_flips_are_those_of_each_image() -> None:
     images = torch.randint(1, 256, (6, 5, 7, 3), dtype=torch.uint8)
     untouched = images.clone()
+    flipped = augmentation.flip(images, torch.tensor([True, False, False, True, False, False]))
+    assert torch.equal(flipped[[1, 2, 4, 5]], images[[1, 2, 4, 5]])
+    assert np.array_equal(flipped[[0, 3]], images[[0, 3]].numpy()[:, :, ::-1])
     corners = torch.tensor([[0, 0], [2, 2], [4, 4], [0, 4], [1, 3], [3, 0]])
     together = augmentation.crop(images, corners, padding=2)
     assert torch.equal(images, untouched)
@@ -395,15 +398,6 @@ def test_crop_cuts_each_padded_image_at_its_corner() -> None:
     for image, (row, column), result in zip(images, corners.tolist(), together, strict=True):
         padded = np.pad(image.numpy(), ((2, 2), (2, 2), (0, 0)))
         assert np.array_equal(result, padded[row : row + 5, column : column + 7])
-
-
-def test_flip_mirrors_the_chosen_images() -> None:
-    images = torch.randint(0, 256, (4, 5, 7, 3), dtype=torch.uint8)
-    untouched = images.clone()
-    together = augmentation.flip(images, torch.tensor([True, False, False, True]))
-    assert torch.equal(images, untouched)
-    assert torch.equal(together[1:3], images[1:3])
-    assert np.array_equal(together[[0, 3]], images[[0, 3]].numpy()[:, :, ::-1])
 
 
 def test_augmentation_shifts_and_mirrors_at_random() -> None:

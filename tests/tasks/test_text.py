@@ -377,11 +377,8 @@ def test_folders_of_killed_processes_are_removed(texts: Path, cache: Path) -> No
     [
         ({"task_options": {"dataset": "absent"}}, "task_options.dataset=absent"),
         ({"task_options": {"dataset": ""}}, "task_options.dataset="),
-        ({"task_options": {"dataset": 3}}, "task_options.dataset=3"),
         ({"task_options": {"tokenizer": "words"}}, "task_options.tokenizer=words"),
         ({"task_options": {"tokenizer": "bpe-256"}}, "task_options.tokenizer=bpe-256"),
-        ({"task_options": {"tokenizer": 5}}, "task_options.tokenizer=5"),
-        ({"task_options": {"sample": 7}}, "task_options.sample=7"),
         ({"task_options": {"evaluation_tokens": 0}}, "task_options.evaluation_tokens=0"),
         ({"length": 500}, r"task_options.sequence_length=500: use \d+ or less; .* split test"),
         ({"length": 3000}, r"task_options.sequence_length=3000: use \d+ or less, .* document"),
