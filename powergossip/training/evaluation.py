@@ -21,6 +21,7 @@ from powergossip.training.measurements import Rows, check_finite
 # The kind is "batches", "squares", a split, or the tag of the mean model's rows on a split.
 Columns = dict[tuple[str, str], Tensor]
 BUFFERS = ""  # their name among "squares": no parameter has it
+DISAGREEMENT = 0.05  # difference of the mean model's accuracy from the workers' mean
 AGREEMENT = 1e-6  # consensus distance, relative to the mean model's norm, of rounding
 _AT_ONCE = 2**18  # elements of all workers whose squares are in memory
 
@@ -31,6 +32,8 @@ class Evaluation:
     Attributes:
         mean_model: Parameters of one model: the mean of all workers' at the last evaluation.
         main_metric: Metric of the score, after the first evaluation.
+        defect: After the last epoch, a sentence about workers that do not agree and a model no
+            better than a guess. "" without such a defect.
 
     Raises:
         Diverged: In all processes, for a metric of a worker that is not finite.
@@ -49,6 +52,7 @@ class Evaluation:
         model = task.model(config.architecture, config.seed)
         self.mean_model = Parameters([model], view.device, gradients=False)
         self.main_metric: MainMetric | None = None
+        self.defect = ""
         self._log = rows
         self._consensus_distance = 0.0
 
@@ -76,7 +80,7 @@ class Evaluation:
         batch_means = {name: gathered["batches", name].mean().item() for name in sums}
         for name, value in self._with_derived(batch_means).items():
             self._log(name, value, epoch, split="train")
-        means = self._log_workers(epoch, gathered)
+        means = of_workers = self._log_workers(epoch, gathered)
         self._log_consensus(epoch, gathered)
         batches = self._config.options.get("num_batches_per_step", 1)
         rounds = step // (self._config.local_steps * batches)
@@ -92,6 +96,9 @@ class Evaluation:
             means = self._log_mean_model(epoch, gathered)
         last_means = next(iter(means.values()))
         main = self.main_metric = main_metric(self._task, last_means)
+        if epoch == self._config.num_epochs:
+            accuracies = last_means if main.name == "accuracy" else {}
+            self.defect = self._defect(accuracies, next(iter(of_workers.values()), {}))
         if averaged:
             shown = f"mean model{_shown(main, last_means)}, "
         shown += f"consensus distance {self._consensus_distance:.2g}"
@@ -224,6 +231,37 @@ class Evaluation:
             self._log(
                 "consensus_distance", math.sqrt(square), epoch, type="parameter", parameter=name
             )
+
+    def _defect(self, means: Mapping[str, float], of_workers: Mapping[str, float]) -> str:
+        """A sentence about models that differ by more than the norm of their mean, or in accuracy
+        from it, or that are no better than a guess, up to three standard deviations."""
+        found, c = [], self._config
+        distance, norm = self._consensus_distance, float(self.mean_model.x.norm())
+        if distance > norm:
+            found.append(
+                f"the workers do not agree, since the consensus distance of {distance:.3g} exceeds "
+                f"the norm of their mean model, {norm:.3g}"
+            )
+        own, of_mean = (values.get("accuracy", math.nan) for values in (of_workers, means))
+        if not found and abs(of_mean - own) > DISAGREEMENT:
+            found.append(
+                f"the workers do not agree, since their accuracies are {own:.1%} on average, and "
+                f"their mean model's is {of_mean:.1%}"
+            )
+        counts, samples = self._task.label_counts(), self._task.samples[self._splits()[0][0]]
+        if "accuracy" in means and counts is not None:
+            guess = float(counts.sum(0).max() / counts.sum())
+            if means["accuracy"] <= guess + 3 * math.sqrt(guess * (1 - guess) / samples):
+                model = "mean model is" if c.evaluate_average_model else "workers are"
+                found.append(
+                    f"the {model} no better than a guess, since the most frequent label has "
+                    f"{guess:.2%} of the training data"
+                )
+        rates = "learning_rate or optimizer_diffusion_rate"
+        rates = rates if "diffusion_rate" in c.options else "learning_rate"
+        return (
+            f"{', and '.join(found)}; train for longer, or use a smaller {rates}" if found else ""
+        )
 
     def _means(self, sums: Mapping[str, float]) -> dict[str, float]:
         """Turn {metric: sum, "count": samples} into {metric: mean}, with derived metrics."""

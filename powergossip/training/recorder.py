@@ -129,6 +129,7 @@ class Recorder:
             sender = trainer.network.workers[0]
             report(self.folder, c.log_verbosity, trainer.metric, virtual, sender)
             _show_sample(trainer, self.folder / SAMPLE)
+            _show_defect(trainer)
             self._show_traffic(trainer)
             if trainer.processes.can_be_lost:
                 self.hooks.log_info({"lost_workers": trainer.execution.missing})
@@ -186,6 +187,12 @@ def report(folder: Path, verbosity: int, metric: str, time_is_virtual: bool, sen
     print(f"\n{table}\n\nrows: {folder / metrics.FILE}\nfigure: {figure}")
 
 
+def _show_defect(trainer: Trainer) -> None:
+    """Print the sentence about workers that do not agree or have not learned, if it is so."""
+    if trainer.evaluation.defect:
+        print(f"\nwarning: {trainer.evaluation.defect}")
+
+
 def _show_sample(trainer: Trainer, path: Path | None = None) -> None:
     """Print the sample of the task, if it has one, and write it to a file."""
     text = trainer.sample()
@@ -219,3 +226,4 @@ def evaluate(run: NewRun, hooks: Hooks) -> None:
         )
         print(summaries.summary(metrics.frame(rows), trainer.execution.time_is_virtual))
         _show_sample(trainer)
+        _show_defect(trainer)

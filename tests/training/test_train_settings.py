@@ -35,7 +35,7 @@ from powergossip.training.method_keys import (
 )
 from powergossip.training.resuming import check_same_run
 from powergossip.training.trainer import Trainer
-from tests.harness.training import after_steps, built, configured
+from tests.harness.training import after_steps, built, configured, trained
 
 ALONE = Processes()
 
@@ -149,6 +149,25 @@ def test_nothing_to_compress_or_to_exchange_gives_a_warning(
         warnings.simplefilter("always")
         after_steps(1, **changes)
     assert [bool(re.search(words or "", str(w.message))) for w in caught] == [True] * bool(words)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"optimizer_diffusion_rate": 1.0}, []),
+        # Plain gossip diverges above 1.5 on a ring of 4.
+        ({"optimizer_diffusion_rate": 2.0}, ["workers do not agree", "diffusion_rate"]),
+        ({"learning_rate": 1e-9}, ["no better than a guess", "% of the"]),
+        ({"learning_rate": 0.3, "use_decentralized_data": True}, ["do not agree, since their acc"]),
+    ],
+)
+def test_a_run_that_has_failed_has_a_sentence_at_its_end(
+    changes: dict[str, Any], words: list[str]
+) -> None:
+    run, _ = trained(optimizer="dpsgd", **changes)
+    defect = run.evaluation.defect
+    assert [word for word in words if word not in defect] == []
+    assert bool(defect) == bool(words)
 
 
 @pytest.mark.parametrize(("rate", "found"), [(1.0, 1.0), (2.0, 0.9 * 0.975)])
