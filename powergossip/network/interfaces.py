@@ -1,11 +1,14 @@
 """The network interfaces of this host (Linux)."""
 
 import fcntl
+import os
 import socket
 import struct
 from collections.abc import Iterator
 from contextlib import suppress
-from ipaddress import ip_address
+from ipaddress import ip_address, ip_network
+
+from powergossip.errors import Unconnected
 
 ANYWHERE = "192.0.2.1"  # an address for documentation, to which the default route leads
 
@@ -36,6 +39,25 @@ def interface_towards(host: str) -> str:
         if address == own or (own.startswith("127.") and address == "127.0.0.1"):
             return name
     return ""
+
+
+def check(variable: str) -> None:
+    """Raise Unconnected if a variable of the environment names interfaces, but none of this host.
+
+    Args:
+        variable: Its value has names, or networks such as 192.0.2.0/24, and commas.
+    """
+    given, here = os.environ.get(variable, ""), [*interfaces()]
+    for word in given.split(","):
+        with suppress(ValueError):
+            if word in dict(here):
+                return
+            network = ip_network(word, strict=False)
+            if any(ip_address(own) in network for _, own in here):
+                return
+    if given:
+        name = variable.removeprefix("OMPI_MCA_")
+        raise Unconnected(f"{name}={given}: use an interface of this host: {listed()}")
 
 
 def listed() -> str:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from powergossip import exits, kernels, launcher, ulfm
 from powergossip.errors import BadInput
+from powergossip.network import interfaces
 from powergossip.network.processes import ChildProcess, Processes
 
 BACKENDS = ("auto", "mpi", "gloo", "nccl")
@@ -186,6 +187,7 @@ def _by_mpi(backend: str) -> Processes | None:
         )
     from powergossip.network import mpi
 
+    interfaces.check("OMPI_MCA_btl_tcp_if_include")
     found = mpi.world()
     if found is not None:
         found.check_same({"distributed_backend": backend})

@@ -30,6 +30,7 @@ from powergossip.network import (
     ToAll,
     ToEach,
     checked_barrier_at_exit,
+    interfaces,
     processes,
     processes_of,
     standstill,
@@ -234,9 +235,25 @@ def test_the_launcher_decides(tmp_path: Path) -> None:
         assert first.split() == [how, "2", "gloo"]
 
 
+def test_an_interface_that_is_not_here_is_one_sentence_of_its_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first process of each host says it: the others may have no such error."""
+    monkeypatch.setattr(exits, "is_first", lambda: False)
+    for value in ("nope", "nope,10.9.8.0/24"):
+        monkeypatch.setenv("OMPI_MCA_btl_tcp_if_include", value)
+        with pytest.raises(BadInput, match=rf"if_include={value}: use .*lo \(127.0.0.1\)") as found:
+            interfaces.check("OMPI_MCA_btl_tcp_if_include")
+        for local, speaks in (("0", True), ("1", False)):
+            monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", local)
+            assert exits.speaks_of(found.value) == speaks
+    for value in ("lo", "127.0.0.0/8,nope", "127.0.0.1/8"):
+        monkeypatch.setenv("OMPI_MCA_btl_tcp_if_include", value)
+        interfaces.check("OMPI_MCA_btl_tcp_if_include")
+
+
 def test_a_process_that_waits_for_others_says_where(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first process of each host: the others may have no such error. One that finds no
-    interface to others for the host's name takes the default route's."""
+    """And one that finds no interface to others for the host's name takes the default route's."""
     monkeypatch.delenv(rendezvous.GLOO, raising=False)
     monkeypatch.setenv("MASTER_ADDR", "here")
     monkeypatch.setenv("MASTER_PORT", "7")
@@ -258,10 +275,6 @@ def test_a_process_that_waits_for_others_says_where(monkeypatch: pytest.MonkeyPa
     assert len(said) == 1
     for text in (*said, str(found.value)):
         assert "MASTER_ADDR=here (127.0.1.1, this host alone), MASTER_PORT=7, interface lo" in text
-    monkeypatch.setattr(exits, "is_first", lambda: False)
-    for local, speaks in (("0", True), ("1", False)):
-        monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", local)
-        assert exits.speaks_of(found.value) == speaks
     monkeypatch.delenv(rendezvous.GLOO)
 
 

@@ -28,6 +28,7 @@ _made: tuple[int, int, str] | None = None  # rank, size, backend of the default 
 def start_group(backend: str = "gloo", **options: Any) -> dist.ProcessGroup:
     """Make the default group, see torch.distributed.init_process_group, and destroy it at exit."""
     global _made
+    interfaces.check(GLOO)
     _use_interface_to(socket.gethostname() if options else os.environ.get("MASTER_ADDR", ""))
     tried = _tried(options)
     ours, rank = sys.excepthook, options.get("rank", os.environ.get("RANK", 0))
