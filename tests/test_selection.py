@@ -40,7 +40,7 @@ def test_files_that_start_programs_are_known_by_their_imports() -> None:
             ["training/test_failures"],
             ["topologies/test_topologies"],
         ),
-        ("powergossip.mpi_check", ["package/test_streams"], ["algorithms/test_algorithms"]),
+        ("powergossip.mpi_check", ["environment/test_environment"], ["algorithms/test_algorithms"]),
         ("tests.harness.quadratics", ["algorithms/test_outer"], ["algorithms/test_algorithms"]),
         ("powergossip.topologies", ["topologies/test_topologies", "algorithms/test_dgc"], []),
         ("tests.conftest", ["topologies/test_topologies"], []),

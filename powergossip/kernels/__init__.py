@@ -24,17 +24,33 @@ import tempfile
 from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
 
 from powergossip.atomic_files import scratch
 
-if TYPE_CHECKING:
-    from powergossip.network import Network, Processes
-
 Kernels = ctypes.CDLL
+
+
+class Processes(Protocol):
+    """The processes of a run, see powergossip.network."""
+
+    def one_by_one(self, action: Callable[[], Any]) -> Any: ...
+    def gather(self, value: Any) -> list[Any]: ...
+    def __hash__(self) -> int: ...
+
+
+class Network(Protocol):
+    """The workers of this process, see powergossip.network."""
+
+    @property
+    def processes(self) -> Processes: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
 
 
 _FILES = (
@@ -55,7 +71,7 @@ _FLAGS = (
 )
 
 
-def load(network: "Network") -> Kernels | None:
+def load(network: Network) -> Kernels | None:
     """The compiled functions, or None where PyTorch is to be used: on a GPU, without a compiler in
     one of the processes, in double precision, or with POWERGOSSIP_KERNELS=0."""
     if network.dtype != torch.float32:
@@ -63,15 +79,15 @@ def load(network: "Network") -> Kernels | None:
     return load_for(network.processes, network.device)
 
 
-def load_for(processes: "Processes", device: torch.device) -> Kernels | None:
+def load_for(processes: Processes, device: torch.device) -> Kernels | None:
     """The same, without a network."""
     return agree(processes) if device.type == "cpu" else None
 
 
-agreed: WeakKeyDictionary["Processes", Kernels | None] = WeakKeyDictionary()
+agreed: WeakKeyDictionary[Processes, Kernels | None] = WeakKeyDictionary()
 
 
-def agree(processes: "Processes") -> Kernels | None:
+def agree(processes: Processes) -> Kernels | None:
     """The compiled functions if all processes have them. Collective at the first call, which is
     made where the processes are connected."""
     if processes not in agreed:
