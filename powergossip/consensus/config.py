@@ -22,7 +22,7 @@ class Config:
     tensorboard: bool = False  # also write events for TensorBoard
 
     # Data and topology
-    data_type: str = "random"  # random, low-rank, faces, lfw
+    data_type: str = "random"  # random, offset, sparse, log-normal, low-rank, faces, lfw
     matrix_size: int = 100  # rows and columns, except for images (faces, lfw)
     data_dir: str | None = None  # folder of the faces (null: scikit-learn's own folder)
     topology: str = "ring"  # a name, or the path of an edge list or adjacency file

@@ -30,6 +30,37 @@ def _random(c: Settings) -> Matrices:
     return matrix
 
 
+def _offset(c: Settings) -> Matrices:
+    """Random plus i for worker i. A matrix of rank 1 dominates the differences of the workers."""
+    random = _random(c)
+    return lambda worker: random(worker) + worker
+
+
+def _sparse(c: Settings) -> Matrices:
+    """Zeros, with a 1 at index i of worker i's matrix, flattened."""
+    elements = c.matrix_size**2
+    if c.n_workers > elements:
+        size = int(np.ceil(np.sqrt(c.n_workers)))
+        raise BadValue(
+            "matrix_size",
+            c.matrix_size,
+            f"{size} or more for data_type=sparse: an element for each of {c.n_workers} workers",
+        )
+
+    def matrix(worker: int) -> Tensor:
+        flat = torch.zeros(elements, dtype=torch.float32)
+        flat[worker] = 1
+        return flat.view(c.matrix_size, c.matrix_size)
+
+    return matrix
+
+
+def _log_normal(c: Settings) -> Matrices:
+    """exp of random: a few large entries."""
+    random = _random(c)
+    return lambda worker: random(worker).exp()
+
+
 def _low_rank(c: Settings) -> Matrices:
     """Random singular vectors, singular values k^−2 for k = 1, 2, …"""
 
@@ -98,6 +129,9 @@ def _images(c: Settings, images: np.ndarray) -> Matrices:
 
 DATA: dict[str, Callable[[Settings], Matrices]] = {
     "random": _random,
+    "offset": _offset,
+    "sparse": _sparse,
+    "log-normal": _log_normal,
     "low-rank": _low_rank,
     "faces": _faces,
     "lfw": _lfw,
