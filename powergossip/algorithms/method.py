@@ -12,7 +12,7 @@ from torch import Tensor
 
 from powergossip import checks, compressors
 from powergossip import registry_options as _options
-from powergossip.algorithms import aggregation, registry, torch_powersgd
+from powergossip.algorithms import aggregation, rates, registry, torch_powersgd
 from powergossip.algorithms import learning as learning_rules
 from powergossip.algorithms.aggregation import Aggregation
 from powergossip.algorithms.averaging import Averaging
@@ -212,6 +212,12 @@ class Method:
         """The diffusion rate from which the learning rule is unstable."""
         rule = learning_rules.rule(self.learning, self.local_optimizer)
         return rule.largest_rate(topology, self.learning_options)
+
+    def warn_of_rate(self, network: Network) -> None:
+        """Warn of a diffusion rate from which the learning rule is unstable."""
+        rate = self.options.get("diffusion_rate")
+        if isinstance(rate, float | int):
+            rates.warn_of_rule(self.learning, network, rate, self.largest_rate(network.topology))
 
 
 def rule_options(

@@ -155,6 +155,22 @@ def default_deepsqueeze_rate(
     return float(largest if callable(rate) else min(largest, rate))
 
 
+def warn_of_rule(name: str, network: Network, rate: float, largest: float) -> None:
+    """Warn of a rate that makes a learning rule unstable, `largest` or more.
+
+    Once per topology, and only on process 0.
+    """
+    if rate < largest:
+        return
+    safe = math.floor(largest * 1e3) / 1e3
+    warn_once(
+        network,
+        f"a diffusion rate of {rate:.4g} is too large for learning={name} on "
+        f"topology={network.topology.name}: from {safe:g} on, disagreement of the workers grows "
+        "with its momentum; use a smaller rate or momentum",
+    )
+
+
 def warn_once(network: Network, text: str) -> None:
     """Warn about the topology, once, and only on process 0."""
     if network.processes.rank == 0 and network.topology not in _warned:

@@ -127,6 +127,7 @@ class Averaged(Traffic):
                     partial(self._learning.build, self.network, self.method, index),
                     self.sharding,
                 )
+                self.method.warn_of_rate(self.network)
             self.parts.append(part)
         for parameter in self.frozen:  # one by one, since together they may be large
             self.processes.broadcast_tensors([memory(parameter)])

@@ -93,6 +93,8 @@ def build(c: Settings, processes: Processes, task: tasks.Task | None) -> Built:
         initial = {"the initial values of the model": equalize(processes, models)}
         processes.check_same(initial, OF_FILES)
     with processes.agreed():
+        if c.method.averages:
+            c.method.warn_of_rate(network)
         warn_of_rank(c, network, parameters)
         if c.torch_compile and not c.evaluate_only:
             compilation.compile_models(models)

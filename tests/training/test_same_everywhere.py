@@ -175,7 +175,7 @@ def test_files_of_equal_lengths_that_differ_are_rejected(
 ) -> None:
     """In a folder of each process. Six bytes, or two words, are in another order in one of them."""
     write_fashion_mnist(tmp_path)
-    for name in ("wiki.train.tokens", "wiki.test.tokens"):
+    for name in ("wiki.train.tokens", "wiki.valid.tokens", "wiki.test.tokens"):
         (tmp_path / name).write_text(" the cat and the dog \n" * 40)
     content = bytearray((tmp_path / file).read_bytes())
     if RANK:
