@@ -19,27 +19,28 @@ from powergossip.consensus.config import Config, Settings
 Matrices = Callable[[int], Tensor]  # worker → its matrix, float32 [row, column]
 
 
-def _random(c: Settings) -> Matrices:
-    """N(0, 1). Worker i has torch.manual_seed(seed + i); torch.randn(matrix_size, matrix_size)."""
-
-    def matrix(worker: int) -> Tensor:
-        generator = torch.Generator().manual_seed(c.seed + worker)
-        shape = c.matrix_size, c.matrix_size
-        return torch.randn(shape, generator=generator, dtype=torch.float32)
-
-    return matrix
+def _random(size: int, generator: torch.Generator) -> Tensor:
+    """N(0, 1)."""
+    return torch.randn(size, size, generator=generator, dtype=torch.float32)
 
 
-def _low_rank(c: Settings) -> Matrices:
+def _low_rank(size: int, generator: torch.Generator) -> Tensor:
     """Random singular vectors, singular values k^−2 for k = 1, 2, …"""
+    shape = 2, size, size
+    u, v = torch.linalg.qr(torch.randn(shape, generator=generator, dtype=torch.float32)).Q
+    return u * torch.arange(1, size + 1, dtype=torch.float32) ** -2 @ v.mT
 
-    def matrix(worker: int) -> Tensor:
-        generator = torch.Generator().manual_seed(c.seed + worker)
-        shape = 2, c.matrix_size, c.matrix_size
-        u, v = torch.linalg.qr(torch.randn(shape, generator=generator, dtype=torch.float32)).Q
-        return u * torch.arange(1, c.matrix_size + 1, dtype=torch.float32) ** -2 @ v.mT
 
-    return matrix
+DRAWN: dict[str, Callable[[int, torch.Generator], Tensor]] = {
+    "random": _random,
+    "low-rank": _low_rank,
+}
+
+
+def _drawn(c: Settings) -> Matrices:
+    """Worker i has the generator torch.manual_seed(seed + i)."""
+    make = DRAWN[c.data_type]
+    return lambda worker: make(c.matrix_size, torch.Generator().manual_seed(c.seed + worker))
 
 
 def _faces(c: Settings) -> Matrices:
@@ -97,8 +98,7 @@ def _images(c: Settings, images: np.ndarray) -> Matrices:
 
 
 DATA: dict[str, Callable[[Settings], Matrices]] = {
-    "random": _random,
-    "low-rank": _low_rank,
+    **dict.fromkeys(DRAWN, _drawn),
     "faces": _faces,
     "lfw": _lfw,
 }
