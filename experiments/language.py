@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.presets import preset
 from experiments.study import (
     MERGE,
     SEEDS,
@@ -36,6 +35,7 @@ from experiments.study import (
     table,
 )
 from experiments.tuned_methods import listed
+from powergossip import presets
 from powergossip.runner.runner import Experiment, Run, Values, sentence_case
 from powergossip.runs import figures
 
@@ -50,12 +50,12 @@ FIRST, FINAL = "first stage", "final"
 OTHERS = 4  # methods of the second stage beside ALWAYS
 
 _OF_ADAMW = ("local_optimizer", "adam_beta2")
-ADAMW: Values = {key: preset("gpt", "160k")[key] for key in _OF_ADAMW}
+ADAMW: Values = {key: presets.values("gpt/160k")[key] for key in _OF_ADAMW}
 
 
 def gpt(size: str, steps_per_epoch: int) -> Values:
     """Values of a run with a preset of this size, all but those of the local optimizer."""
-    values = {key: v for key, v in preset("gpt", size).items() if key not in _OF_ADAMW}
+    values = {key: v for key, v in presets.values(f"gpt/{size}").items() if key not in _OF_ADAMW}
     data = {"dataset": "linux-doc", "evaluation_tokens": 32768}
     return {
         **values,

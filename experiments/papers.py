@@ -13,9 +13,9 @@ References:
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from experiments.presets import preset
 from experiments.study import Cases, grid, study
 from experiments.tuned_methods import FASHION_MNIST, TOPICS_LSTM, compared
+from powergossip import presets
 from powergossip.runner.runner import Experiment, Values
 
 CIFAR10, WIKITEXT2 = "cifar10_resnet20", "wikitext2_lstm"
@@ -102,7 +102,7 @@ LANGUAGE = {
     "DeepSqueeze, sign": "deepsqueeze",
 }
 # The learning rate factor of uncompressed gossip, which corresponds to 1 in the small form.
-_PLAIN = preset(CIFAR10)["distributed_lr_warmup_factor"]
+_PLAIN = presets.values(CIFAR10)["distributed_lr_warmup_factor"]
 _TUNED = (
     "optimizer",
     "optimizer_diffusion_rate",
@@ -129,7 +129,7 @@ def cifar10_small() -> Experiment:
     """FashionMNIST, the small CNN, ring of 8, 5 epochs, 3 seeds."""
 
     def small(name: str) -> Values:
-        published = preset(CIFAR10, name)
+        published = presets.values(f"{CIFAR10}/{name}")
         rate = 0.1 * published["distributed_lr_warmup_factor"] / _PLAIN
         return FASHION_MNIST | _method(published) | {"learning_rate": round(rate, 6)}
 
@@ -157,7 +157,7 @@ def wikitext2_small() -> Experiment:
     """Python's reference texts, one layer of 128 units, ring of 16, 5 epochs."""
     values = {
         method: TOPICS_LSTM
-        | _method(preset(WIKITEXT2, name))
+        | _method(presets.values(f"{WIKITEXT2}/{name}"))
         | {"n_workers": 16, "batch_size": 4, "learning_rate": 10.0}
         for method, name in LANGUAGE.items()
     }
@@ -176,7 +176,7 @@ def _method(published: Mapping[str, Any]) -> Values:
 def _published(
     title: str, base: str, rows: Mapping[str, Row], measure: str, processes: int
 ) -> Experiment:
-    values = {method: preset(base, name) | changes for method, (name, _, changes) in rows.items()}
+    values = {m: presets.values(f"{base}/{name}") | more for m, (name, _, more) in rows.items()}
     seeds = {method: of_method for method, (_, of_method, _) in rows.items()}
     return experiment(title, values, seeds, measure, processes)
 

@@ -239,24 +239,15 @@ def tuned(
     )
 
 
-def step_phases(rows: "DataFrame") -> dict[str, float]:
-    """Seconds of the phases of a step after the first epoch, without evaluation and checkpoints."""
-    chosen = select_rows(rows, "phase_seconds")
-    steps = _later(chosen[chosen["phase"] == "gradient"], "instances")
-    return {p: _later(chosen[chosen["phase"] == p], "value") / steps for p in STEP}
+def totals(rows: "DataFrame") -> "DataFrame":
+    """Columns steps, seconds and bits by epoch, all since the start.
 
-
-def step_bits(rows: "DataFrame") -> float:
-    """Bits that a worker sends in a step after the first epoch."""
-    chosen = select_rows(rows, "phase_seconds")
-    steps = _later(chosen[chosen["phase"] == "gradient"], "instances")
-    return _later(chosen, "bits") / steps
-
-
-def _later(rows: "DataFrame", column: str) -> float:
-    """The increase of a column after the first epoch."""
-    by_epoch = rows.groupby("epoch")[column].max()
-    return float(by_epoch.iloc[-1] - by_epoch.iloc[0]) if len(by_epoch) else 0.0
+    The seconds are without evaluation and checkpoints.
+    """
+    phases = select_rows(rows, "phase_seconds")
+    of_step = phases[phases["phase"].isin(STEP)]
+    found = of_step.groupby("epoch").agg(seconds=("value", "sum"), bits=("bits", "max"))
+    return found.assign(steps=phases[phases["phase"] == "gradient"].set_index("epoch")["instances"])
 
 
 def score(rows: "DataFrame", measure: str, split: str) -> float:
