@@ -27,10 +27,10 @@ from experiments.study import (
     SEEDS,
     Axes,
     Cases,
-    Outcome,
     Outcomes,
     grid,
     lines,
+    megabytes,
     quality,
     study,
     table,
@@ -99,11 +99,7 @@ def experiment() -> Experiment:
 
     def report(outcomes: Outcomes, folder: Path) -> str:
         parts = [f"{values['n_workers']} workers, rounds of {ROUND} steps. {MERGE}"]
-        columns = {
-            **quality(MEASURE, 3),
-            "MB sent per worker": lambda o: _megabytes(o, 0),
-            "MB with a merge": lambda o: _megabytes(o, 1),
-        }
+        columns = quality(MEASURE, 3) | megabytes(2)
         for number, name in enumerate(TABLES, 1):
             found = {case[1:]: o for case, o in outcomes.items() if case[0] == name}
             rows = lines(found, ["method", "bits"], columns, diverged=diverged)
@@ -113,7 +109,3 @@ def experiment() -> Experiment:
 
     title = "a language model in rounds: messages of few bits"
     return study(title, cases, report)
-
-
-def _megabytes(outcome: Outcome, merges: int) -> str:
-    return f"{(outcome.bits + merges * outcome.merge) / 8e6:.2f}"

@@ -135,8 +135,7 @@ def cifar10_small() -> Experiment:
 
     return experiment(
         "the paper's CIFAR-10 table, small: its diffusion rates on FashionMNIST, 5 epochs, 3 seeds",
-        {method: small(name) for method, name in IMAGES.items()},
-        (1, 2, 3),
+        {method: (small(name), (1, 2, 3)) for method, name in IMAGES.items()},
         "accuracy",
     )
 
@@ -155,16 +154,14 @@ def wikitext2() -> Experiment:
 
 def wikitext2_small() -> Experiment:
     """Python's reference texts, one layer of 128 units, ring of 16, 5 epochs."""
-    values = {
-        method: TOPICS_LSTM
-        | _method(presets.values(f"{WIKITEXT2}/{name}"))
-        | {"n_workers": 16, "batch_size": 4, "learning_rate": 10.0}
+    own = TOPICS_LSTM | {"n_workers": 16, "batch_size": 4, "learning_rate": 10.0}
+    rows = {
+        method: (own | _method(presets.values(f"{WIKITEXT2}/{name}")), (1, 2))
         for method, name in LANGUAGE.items()
     }
     return experiment(
         "the paper's WikiText-2 table, small: its diffusion rates on Python's texts, 5 epochs",
-        values,
-        (1, 2),
+        rows,
         "perplexity",
     )
 
@@ -176,21 +173,18 @@ def _method(published: Mapping[str, Any]) -> Values:
 def _published(
     title: str, base: str, rows: Mapping[str, Row], measure: str, processes: int
 ) -> Experiment:
-    values = {m: presets.values(f"{base}/{name}") | more for m, (name, _, more) in rows.items()}
-    seeds = {method: of_method for method, (_, of_method, _) in rows.items()}
-    return experiment(title, values, seeds, measure, processes)
+    made = {
+        m: (presets.values(f"{base}/{name}") | more, of) for m, (name, of, more) in rows.items()
+    }
+    return experiment(title, made, measure, processes)
 
 
 def experiment(
-    title: str,
-    values: Mapping[str, Values],
-    seeds: Sequence[int] | Mapping[str, Sequence[int]],
-    measure: str,
-    processes: int = 1,
+    title: str, rows: Mapping[str, tuple[Values, Sequence[int]]], measure: str, processes: int = 1
 ) -> Experiment:
+    """An experiment of one stage: {method: (its values, its seeds)}."""
     cases: Cases = {}
-    for method, v in values.items():
-        of_method = seeds[method] if isinstance(seeds, Mapping) else seeds
-        cases |= grid(v, {"method": {method: {}}}, of_method, processes=processes)
+    for method, (values, seeds) in rows.items():
+        cases |= grid(values, {"method": {method: {}}}, seeds, processes=processes)
     note = "diffusion rates and, up to a common factor, learning rates are the published ones."
     return study(title, cases, lambda outcomes, folder: compared(outcomes, folder, measure, note))

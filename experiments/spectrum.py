@@ -89,28 +89,16 @@ def experiment(
                 for parameter in parameters:
                     values = _values(rows, parameter, epochs[-1], pair)
                     squares = [v**2 for v in values]
-                    lines[pair].append(
-                        [
-                            method,
-                            parameter,
-                            str(len(values)),
-                            f"{squares[0] / sum(squares):.0%}",
-                            f"{sum(squares[:8]) / sum(squares):.0%}",
-                            f"{distance:.3g}",
-                        ]
-                    )
+                    parts = [f"{sum(squares[:count]) / sum(squares):.0%}" for count in (1, 8)]
+                    cells = [method, parameter, str(len(values)), *parts, f"{distance:.3g}"]
+                    lines[pair].append(cells)
                 of_pair = f", workers {pair[0]} and {pair[1]}" if len(pairs) > 1 else ""
                 panels[f"{method}: {parameters[1]}{of_pair}"] = {
                     f"epoch {epoch}": _curve(_values(rows, parameters[1], epoch, pair))
                     for epoch in epochs
                 }
-        figures.curves(
-            panels,
-            folder / "figure.svg",
-            "index of the singular value",
-            "singular value",
-            log_y=True,
-        )
+        x = "index of the singular value"
+        figures.curves(panels, folder / "figure.svg", x, "singular value", log_y=True)
         parts = ["![singular values by index](figure.svg)"]
         for i, j in pairs:
             found = table(folder / f"workers-{i}-{j}.csv", [header, *lines[i, j]])
