@@ -36,17 +36,15 @@ have ended. The machine's addresses, routes and firewall are not involved, and c
 do not interfere. To inspect host 0 of a running mpirun: `nsenter -t PID -m -n ip -n host0 -s link`.
 """
 
-import argparse
 import ctypes
 import os
 import re
 import shutil
 import subprocess
-import sys
-from collections.abc import Iterable
-from typing import NoReturn
+from collections.abc import Iterable, Sequence
 
-USAGE = "python environment/emulated_cluster.py --hosts N --rate RATE -- COMMAND …"
+from powergossip import command_line
+from powergossip.errors import BadInput
 
 MAX_HOSTS = 250
 SUBNET = "10.0.0.0/24"  # of every cluster, since clusters are isolated
@@ -67,37 +65,25 @@ SLOWEST, FASTEST = 10**3, 10**11  # bits per second; in tc, bytes have 32 bits
 CLONE_NEWNS, CLONE_NEWNET = 0x00020000, 0x40000000  # linux/sched.h
 
 
-class Refused(ValueError):
-    """Invalid arguments, or a machine that cannot run them. The text is one sentence."""
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise Refused(f"{message}; use: {USAGE}")
-
-
-def parse(arguments: list[str]) -> tuple[int, int | None, list[str]]:
-    """Number of hosts, bits per second (None: no limit), command. Raises Refused."""
-    parser = Parser(
-        usage=USAGE,
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--hosts", required=True, metavar="N", help=f"1 to {MAX_HOSTS}")
-    parser.add_argument("--rate", required=True, help="bandwidth of a link, or none for no limit")
+def parse(arguments: Sequence[str]) -> tuple[int, int | None, list[str]]:
+    """Number of hosts, bits per second (None: no limit), command. Raises BadInput."""
+    parser = command_line.parser("python environment/emulated_cluster.py", __doc__ or "")
+    parser.add_argument("--hosts", default="", metavar="N", help=f"1 to {MAX_HOSTS}")
+    parser.add_argument("--rate", default="", help="bandwidth of a link, or none for no limit")
     split = arguments.index("--") if "--" in arguments else len(arguments)
-    options, command = parser.parse_args(arguments[:split]), arguments[split + 1 :]
+    options, command = command_line.parsed(parser, arguments[:split]), arguments[split + 1 :]
     if not re.fullmatch("[0-9]{1,9}", options.hosts) or not 1 <= int(options.hosts) <= MAX_HOSTS:
-        raise Refused(f"--hosts {options.hosts}: use a whole number from 1 to {MAX_HOSTS}")
+        raise BadInput(f"--hosts {options.hosts}: use a whole number from 1 to {MAX_HOSTS}")
     rate = bits_per_second(options.rate)
     if not command:
-        raise Refused("there is nothing to run; end with -- and a command, like -- python train.py")
-    return int(options.hosts), rate, command
+        raise BadInput(
+            "there is nothing to run; end with -- and a command, like -- python train.py"
+        )
+    return int(options.hosts), rate, [*command]
 
 
 def bits_per_second(text: str) -> int | None:
-    """Parse a rate in the notation of tc; None for "none". Raises Refused.
+    """Parse a rate in the notation of tc; None for "none". Raises BadInput.
 
     tc's mbps (megabytes per second) and numbers without a unit are rejected: both are easily
     mistaken.
@@ -107,40 +93,40 @@ def bits_per_second(text: str) -> int | None:
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([kmg]?bit)", text.lower())
     rate = round(float(found[1]) * RATES[found[2]]) if found else 0
     if not SLOWEST <= rate <= FASTEST:
-        raise Refused(f"--rate {text}: use none, or 1kbit to 100gbit, like 10mbit or 1.5gbit")
+        raise BadInput(f"--rate {text}: use none, or 1kbit to 100gbit, like 10mbit or 1.5gbit")
     return rate
 
 
 def check_machine(program: str) -> None:
-    """Raise Refused if a right or a program is missing."""
+    """Raise BadInput if a right or a program is missing."""
     if os.geteuid() != 0:
-        raise Refused("only root can make network namespaces; run this as root")
+        raise BadInput("only root can emulate a cluster, with network namespaces; run this as root")
     for tool in ("ip", "tc"):
         if not shutil.which(tool):
-            raise Refused(
+            raise BadInput(
                 f"there is no {tool} on PATH; install it (Debian, Ubuntu: apt-get install iproute2)"
             )
     if not shutil.which("mpirun"):
-        raise Refused("there is no mpirun on PATH; activate the environment of setup.sh")
+        raise BadInput("there is no mpirun on PATH; activate the environment of setup.sh")
     version = subprocess.run(
         ["mpirun", "--version"], capture_output=True, text=True, check=False
     ).stdout.partition("\n")[0]
     found = re.match(r"mpirun \(Open MPI\) (\d+)", version)
     if not found or int(found[1]) < 5:
-        raise Refused(
+        raise BadInput(
             f'this needs the mpirun of Open MPI 5 or newer; the one here says "{version}"'
         )
     if not shutil.which(program):
-        raise Refused(f'there is no program "{program}"')
+        raise BadInput(f'there is no program "{program}"')
 
 
 def build(n_hosts: int, rate: int | None) -> None:
     """Move this process to the switch of a new cluster with namespaces host0, host1, …
 
-    Raises Refused where the kernel does not support it.
+    Raises BadInput where the kernel does not support it.
     """
     if ctypes.CDLL(None).unshare(CLONE_NEWNET | CLONE_NEWNS) != 0:
-        raise Refused("no cluster can be emulated here; this needs all rights of root")
+        raise BadInput("no cluster can be emulated here; this needs all rights of root")
     # Names of namespaces are files in /run/netns, which are this process's own.
     private = "mount --make-rprivate / && mkdir -p /run/netns && mount -t tmpfs none /run/netns"
     run(["sh", "-c", private])
@@ -186,17 +172,17 @@ def limit(hosts: list[str], rate: int) -> None:
 
 
 def batch(tool: str, lines: Iterable[str], namespace: str | None = None) -> None:
-    """Run the lines with ip or tc. Raises Refused with the first line of its error output."""
+    """Run the lines with ip or tc. Raises BadInput with the first line of its error output."""
     where = [] if namespace is None else ["-netns", namespace]
     run([tool, *where, "-batch", "-"], "\n".join(lines))
 
 
 def run(command: list[str], text: str = "") -> None:
-    """Run a command with this input. Raises Refused with the first line of its error output."""
+    """Run a command with this input. Raises BadInput with the first line of its error output."""
     done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         message = done.stderr.partition("\n")[0]
-        raise Refused(
+        raise BadInput(
             f'no cluster can be emulated here, {command[0]} says "{message}"; '
             "this needs all rights of root, and veth, bridge and sch_tbf in the kernel"
         )
@@ -217,18 +203,14 @@ def mpirun(n_hosts: int, command: list[str]) -> list[str]:
     ]
 
 
-def main(arguments: list[str]) -> int:
-    """Replace this process by mpirun, or return the exit code of an error."""
-    try:
-        n_hosts, rate, command = parse(arguments)
-        check_machine(command[0])
-        build(n_hosts, rate)
-    except Refused as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+def main(arguments: Sequence[str]) -> None:
+    """Replace this process by mpirun. Raises BadInput."""
+    n_hosts, rate, command = parse(arguments)
+    check_machine(command[0])
+    build(n_hosts, rate)
     as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     os.execvpe("mpirun", mpirun(n_hosts, command), os.environ | as_root)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    command_line.run(main)

@@ -95,11 +95,7 @@ else
             python=$candidate
             break
         fi
-        # The best hint is a Python that only lacks venv, and otherwise the first one found.
-        case "$why$verdict" in
-        *venv*) case "$why" in *venv*) ;; *) why=$verdict ;; esac ;;
-        *) why=${why:-$verdict} ;;
-        esac
+        why=${why:+$why; }$verdict
     done
     [ -n "$python" ] || fail "${why:-there is no python3 on PATH; this project needs Python 3.11 or newer}"
 fi

@@ -11,7 +11,6 @@ slurm: a job per run
 """
 
 import argparse
-import os
 import shlex
 import signal
 import sys
@@ -31,8 +30,6 @@ from powergossip.runner.runner import (
     carry_out,
     sentence_case,
 )
-
-JOBS = 64  # default limit of concurrent Slurm jobs
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -57,7 +54,6 @@ def main(arguments: Sequence[str]) -> None:
     if options.name is None:
         _status_of_all()
         return
-    cores = options.cores or (JOBS if options.launcher == "slurm" else os.cpu_count() or 1)
     experiment, folder = EXPERIMENTS[options.name], Folder(options.name)
     if options.command == "status":
         print_status(experiment, folder)
@@ -73,7 +69,7 @@ def main(arguments: Sequence[str]) -> None:
     else:
         try:
             with folder.claimed():
-                failed = carry_out(experiment, folder, cores, options.launcher)
+                failed = carry_out(experiment, folder, options.cores, options.launcher)
         except Terminated:
             sys.exit(128 + signal.SIGTERM)
         if failed:

@@ -17,9 +17,9 @@ from experiments.study import (
     grid,
     lines,
     size,
-    step_phases,
     study,
     table,
+    totals,
 )
 from powergossip.formatting import spread
 from powergossip.runner.runner import Experiment, Values
@@ -85,8 +85,8 @@ def report(outcomes: Outcomes, folder: Path) -> str:
         f"{PROCESSES} processes, one worker each, all "
         "methods with the settings of all-reduce. Mean ± standard deviation of "
         f"{len(SEEDS)} seeds. PyTorch's hooks compress after 10 % of the steps, or after the "
-        "warm-up. The time of a step excludes evaluation and the first epoch; all processes share "
-        "the cores of this machine."
+        "warm-up. The time of a step excludes evaluation; all processes share the cores of this "
+        "machine."
     ]
     for task, values in TASKS.items():
         of_task = {(method,): outcomes[task, method] for method in METHODS}
@@ -115,6 +115,6 @@ def _accuracy(outcome: Outcome) -> str:
 
 
 def _milliseconds(outcome: Outcome) -> str:
-    """Time of a step after the first epoch, without evaluation and checkpoints."""
-    of_runs = [sum(step_phases(rows).values()) for rows in outcome.ended("accuracy").rows]
-    return f"{1e3 * sum(of_runs) / len(of_runs):.1f}"
+    """Time of a step in all epochs, without evaluation and checkpoints."""
+    ends = [totals(rows).iloc[-1] for rows in outcome.ended("accuracy").rows]
+    return f"{1e3 * sum(end['seconds'] / end['steps'] for end in ends) / len(ends):.1f}"

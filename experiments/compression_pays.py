@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from environment import emulated_cluster
 from experiments.compressed_gradients import METHODS as GRADIENTS
-from experiments.study import Axes, Outcomes, Table, grid, step_bits, step_phases, study, table
+from experiments.study import Axes, Outcomes, grid, study, table, totals
 from experiments.tuned_methods import METHODS as GOSSIP
 from powergossip.errors import BadInput
 from powergossip.runner.runner import ROOT, Experiment, Run, Values
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 HOSTS = 4
 RATES = {"10mbit": 10e6, "100mbit": 100e6, "1gbit": 1e9, "none": float("inf")}  # bits per second
+LIMITED = [rate for rate in RATES if rate != "none"]
 # Payload fraction of a link: frames of 1500 bytes with headers of Ethernet, IP and TCP.
 CONTENT = 1448 / 1514
 STEPS = 5  # per epoch of a timed run, of which the first of EPOCHS is a warm-up
@@ -108,10 +109,7 @@ class EmulatedRun(Run):
             raise BadInput(
                 f"--launcher={launcher}: use mpirun; these runs emulate a cluster on this machine"
             )
-        try:
-            emulated_cluster.check_machine(sys.executable)
-        except emulated_cluster.Refused as refusal:
-            raise BadInput(f"these runs emulate a cluster on this machine: {refusal}") from refusal
+        emulated_cluster.check_machine(sys.executable)
 
 
 def experiment() -> Experiment:
@@ -127,10 +125,10 @@ def experiment() -> Experiment:
 def report(outcomes: Outcomes, folder: Path) -> str:
     """Two tables and a picture."""
     rows = {case: outcome.rows[0] for case, outcome in outcomes.items()}
-    measured = {
-        (m, rate): sum(step_phases(rows[m, rate]).values()) for m in METHODS for rate in RATES
-    }
-    sent = {method: step_bits(rows[method, "none"]) / 8 for method in METHODS}
+    by_epoch = {case: totals(of_case) for case, of_case in rows.items() if len(case) == 2}
+    timed = {case: found.iloc[-1] - found.iloc[0] for case, found in by_epoch.items()}
+    measured = {case: float(of["seconds"] / of["steps"]) for case, of in timed.items()}
+    sent = {m: float(timed[m, "none"]["bits"] / timed[m, "none"]["steps"]) / 8 for m in METHODS}
     parameters = round(sent["D-PSGD"] / 8)  # four bytes each, to two neighbors
     predicted = {
         (method, rate): measured[method, "none"] + 8 * sent[method] / (bits * CONTENT)
@@ -139,70 +137,37 @@ def report(outcomes: Outcomes, folder: Path) -> str:
     }
     final = {m: outcomes[m,].last("perplexity", split="test_avg")[0] for m in METHODS}
     target = TARGET * final["all-reduce"]
-    steps = {method: _steps_to(rows[method,], target) for method in METHODS}
-
-    _figure(measured, predicted, folder)
+    of_steps = [["method", "MB sent per step", *map(_name, RATES), "D-PSGD's time at 10 Mbit/s"]]
+    of_times = [["method", "final perplexity", "steps to the target", *map(_name, RATES)]]
+    for m in METHODS:
+        cells = [f"{measured[m, rate]:.3g} ({predicted[m, rate]:.3g})" for rate in LIMITED]
+        cells.append(f"{measured[m, 'none']:.3g}")
+        slower = measured["D-PSGD", "10mbit"] / measured[m, "10mbit"]
+        of_steps.append([m, f"{sent[m] / 1e6:.3g}", *cells, f"{slower:.1f}×"])
+        steps = _steps_to(rows[m,], target)
+        cells = [f"{steps:.0f}", *(f"{steps * measured[m, rate] / 60:.3g}" for rate in RATES)]
+        never = ["never"] * (1 + len(RATES))
+        of_times.append([m, f"{final[m]:.1f}", *(cells if steps < float("inf") else never)])
+    megabits = [RATES[rate] / 1e6 for rate in LIMITED]
+    panels = {
+        title: {m: (megabits, [of[m, rate] for rate in LIMITED]) for m in METHODS}
+        for title, of in (("Measured", measured), ("Predicted", predicted))
+    }
+    x = "rate of a link (Mbit/s)"
+    figures.curves(panels, folder / "figure.svg", x, "seconds per step", log_x=True, log_y=True)
     return "\n\n".join(
         [
             "Four hosts on a ring, an LSTM of "
             f"{parameters:,} parameters, Python's reference texts. "
             "Seconds per step and, in brackets, the prediction: bytes sent ÷ rate + the time of a "
             "step on unlimited links.",
-            table(folder / "steps.csv", _table_of_steps(measured, predicted, sent)),
+            table(folder / "steps.csv", of_steps),
             "![seconds per step by rate of the links](figure.svg)",
             f"Minutes to a perplexity of {target:.1f} (all-reduce ends with "
             f"{final['all-reduce']:.1f} after 6 epochs):",
-            table(folder / "times.csv", _table_of_times(measured, steps, final)),
+            table(folder / "times.csv", of_times),
         ]
     )
-
-
-def _table_of_steps(
-    measured: Mapping[tuple[str, str], float],
-    predicted: Mapping[tuple[str, str], float],
-    sent: Mapping[str, float],
-) -> Table:
-    found = [["method", "MB sent per step", *map(_name, RATES), "D-PSGD's time at 10 Mbit/s"]]
-    for method in METHODS:
-        cells = [
-            f"{measured[method, rate]:.3g}"
-            + (f" ({predicted[method, rate]:.3g})" if rate != "none" else "")
-            for rate in RATES
-        ]
-        slower = measured["D-PSGD", "10mbit"] / measured[method, "10mbit"]
-        found.append([method, f"{sent[method] / 1e6:.3g}", *cells, f"{slower:.1f}×"])
-    return found
-
-
-def _table_of_times(
-    measured: Mapping[tuple[str, str], float],
-    steps: Mapping[str, float],
-    final: Mapping[str, float],
-) -> Table:
-    found = [["method", "final perplexity", "steps to the target", *map(_name, RATES)]]
-    for method in METHODS:
-        if steps[method] == float("inf"):
-            cells = ["never"] * (1 + len(RATES))
-        else:
-            times = [steps[method] * measured[method, rate] / 60 for rate in RATES]
-            cells = [f"{steps[method]:.0f}", *(f"{minutes:.3g}" for minutes in times)]
-        found.append([method, f"{final[method]:.1f}", *cells])
-    return found
-
-
-def _figure(
-    measured: Mapping[tuple[str, str], float],
-    predicted: Mapping[tuple[str, str], float],
-    folder: Path,
-) -> None:
-    limited = [rate for rate, bits in RATES.items() if bits < float("inf")]
-    megabits = [RATES[rate] / 1e6 for rate in limited]
-    panels = {
-        title: {m: (megabits, [of[m, rate] for rate in limited]) for m in METHODS}
-        for title, of in (("Measured", measured), ("Predicted", predicted))
-    }
-    x = "rate of a link (Mbit/s)"
-    figures.curves(panels, folder / "figure.svg", x, "seconds per step", log_x=True, log_y=True)
 
 
 def _steps_to(rows: "DataFrame", target: float) -> float:
@@ -211,9 +176,7 @@ def _steps_to(rows: "DataFrame", target: float) -> float:
     reached = chosen[chosen["value"] <= target]["epoch"]
     if reached.empty:
         return float("inf")
-    phases = select_rows(rows, "phase_seconds", phase="gradient")
-    gradients = phases[phases["epoch"] == reached.min()]["instances"].iloc[0]
-    return float(gradients) / HOSTS  # one process computes them all
+    return float(totals(rows)["steps"][reached.min()]) / HOSTS  # one process computes them all
 
 
 def _name(rate: str) -> str:

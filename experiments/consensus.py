@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from experiments.presets import preset
 from experiments.study import table
+from powergossip import presets
 from powergossip.runner.runner import Experiment, Results, Run
 from powergossip.runs import figures, summaries
 
@@ -23,7 +23,7 @@ TITLES = {
     "lfw": "Photographs of faces, 25 × 25",
     "faces": "Photographs of faces (Olivetti), 64 × 64",
 }
-PRESETS = {"faces": "faces"}  # kind of data → preset on top of that of all kinds
+PRESETS = {"faces": "consensus/faces"}  # kind of data → its own preset
 HIDDEN = (  # not in the figure, for clarity, but in the table
     "power_gossip_signs",
     "power_gossip_random_signs",
@@ -59,7 +59,7 @@ def experiment(title: str, kinds: Sequence[str]) -> Experiment:
         (kind, part): Run(
             "gossip_run",
             {
-                **preset("consensus", PRESETS.get(kind)),
+                **presets.values(PRESETS.get(kind, "consensus")),
                 "data_type": kind,
                 "algorithm": list(part),
             },

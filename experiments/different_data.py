@@ -24,10 +24,9 @@ from experiments.study import (
     Outcomes,
     draw_by_size,
     lines,
-    merged,
     quality,
-    size,
     table,
+    traffic,
     tuned,
 )
 from experiments.tuned_methods import listed
@@ -107,8 +106,7 @@ def experiment(
             {
                 **quality(measure),
                 "consensus distance": _distance,
-                **size(outcomes[PLAIN]),
-                **merged(outcomes[PLAIN]),
+                **traffic(outcomes[PLAIN]),
             },
             {"learning rate": lambda o: f"{o.values['learning_rate']:g}"},
             lambda o: o.divergence(measure),

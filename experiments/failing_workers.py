@@ -58,11 +58,10 @@ METHODS: dict[str, Values] = {
     }.items()
 }
 FRACTIONS = (0.01, 0.1)
-ENDS = ("both", "one")
-LOSSES: dict[str, Values | None] = {"0": None} | {
-    _lost(fraction, ends): {"fraction": fraction, "ends": ends}
+LOSSES: dict[str, Values] = {"0": {"scenario": {}}} | {
+    _lost(fraction, ends): {"scenario": {"loss": {"fraction": fraction, "ends": ends}}}
     for fraction in FRACTIONS
-    for ends in ENDS
+    for ends in ("both", "one")
 }
 LATE: Values = {"speeds": {"0": 0.25}, "late": {"fraction": 0.1, "seconds": 4.0}}
 POLICIES: dict[str, Values] = {
@@ -76,10 +75,6 @@ CHURNING = ("D-PSGD", "PowerGossip, 8 iterations", "CHOCO, sign", "exact diffusi
 
 def message_loss() -> Experiment:
     """Accuracy with lost messages."""
-    columns = {
-        column: {"scenario": {} if loss is None else {"loss": loss}}
-        for column, loss in LOSSES.items()
-    }
 
     def draw(outcomes: Outcomes, path: Path) -> None:
         percent = [0.0, *(100 * fraction for fraction in FRACTIONS)]
@@ -93,7 +88,7 @@ def message_loss() -> Experiment:
         figures.curves(panels, path, "messages lost (%)", "accuracy of the mean model (%)")
 
     title = "accuracy with lost messages, at one end or at both ends of an exchange"
-    return _experiment(title, LOSING, tuple(METHODS), columns, SEEDS[:1], draw)
+    return _experiment(title, LOSING, tuple(METHODS), LOSSES, SEEDS[:1], draw)
 
 
 def late_exchanges() -> Experiment:

@@ -17,11 +17,10 @@ from experiments.study import (
     Outcomes,
     grid,
     lines,
-    merged,
     quality,
-    size,
     study,
     table,
+    traffic,
 )
 from experiments.tuned_methods import FASHION_MNIST, METHODS, TOPICS_LSTM
 from powergossip.formatting import spread
@@ -55,8 +54,7 @@ def report(outcomes: Outcomes, folder: Path) -> str:
         columns: Columns = {
             **quality(measure),
             "difference from 32 bits": _paired(whole, measure),
-            **size(whole, "with 32 bits"),
-            **merged(whole, "with 32 bits"),
+            **traffic(whole, "with 32 bits"),
         }
         found = lines(of_task, ["bits"], columns, diverged=_diverged(measure))
         tables.append(f"## {task}\n\n{table(folder / f'{task.lower()}.csv', found)}")

@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.presets import preset
 from experiments.study import (
     MERGE,
     SEEDS,
@@ -28,14 +27,14 @@ from experiments.study import (
     Outcomes,
     crossed,
     lines,
-    merged,
     quality,
     score,
-    size,
     study,
     table,
+    traffic,
 )
 from experiments.tuned_methods import listed
+from powergossip import presets
 from powergossip.runner.runner import Experiment, Run, Values, sentence_case
 from powergossip.runs import figures
 
@@ -50,12 +49,12 @@ FIRST, FINAL = "first stage", "final"
 OTHERS = 4  # methods of the second stage beside ALWAYS
 
 _OF_ADAMW = ("local_optimizer", "adam_beta2")
-ADAMW: Values = {key: preset("gpt", "160k")[key] for key in _OF_ADAMW}
+ADAMW: Values = {key: presets.values("gpt/160k")[key] for key in _OF_ADAMW}
 
 
 def gpt(size: str, steps_per_epoch: int) -> Values:
     """Values of a run with a preset of this size, all but those of the local optimizer."""
-    values = {key: v for key, v in preset("gpt", size).items() if key not in _OF_ADAMW}
+    values = {key: v for key, v in presets.values(f"gpt/{size}").items() if key not in _OF_ADAMW}
     data = {"dataset": "linux-doc", "evaluation_tokens": 32768}
     return {
         **values,
@@ -126,12 +125,11 @@ VARIANTS: Mapping[str, tuple[Sequence[str], Values]] = {
 def experiment() -> Experiment:
     """An experiment of two stages, see the module. Cases are (data, method, stage or variant)."""
 
-    def run(case: Case, rate: float, *further: Values) -> Run:
+    def run(case: Case, rate: float, further: Values) -> Run:
         data, method, _ = case
         optimizer = {} if "local_optimizer" in METHODS[method] else ADAMW
-        parts = (GPT, optimizer, METHODS[method], DATA[data], {"learning_rate": rate}, *further)
-        of_run = {key: value for part in parts for key, value in part.items()}
-        return Run("train", of_run, dict(zip(("data", "method", "of"), case, strict=True)))
+        values = GPT | optimizer | METHODS[method] | DATA[data] | {"learning_rate": rate} | further
+        return Run("train", values, dict(zip(("data", "method", "of"), case, strict=True)))
 
     first_stage = TUNING | {"num_epochs": FIRST_EPOCHS, "evaluation_interval": FIRST_EPOCHS}
     all_steps = {"num_epochs": EPOCHS, "evaluation_interval": 1}
@@ -150,11 +148,11 @@ def experiment() -> Experiment:
             for method in METHODS:
                 if method in (*ALWAYS, *chosen):
                     case, rate = (data, method, FINAL), RATES[best[data, method, FIRST]]
-                    cases[case] = [run(case, rate, all_steps, {"seed": seed}) for seed in SEEDS]
+                    cases[case] = [run(case, rate, all_steps | {"seed": seed}) for seed in SEEDS]
         for variant, (some, further) in VARIANTS.items():
             for method in some:
                 case, rate = (SAME, method, variant), RATES[best[SAME, method, FIRST]]
-                cases[case] = [run(case, rate, all_steps | further, {"seed": SEEDS[0]})]
+                cases[case] = [run(case, rate, all_steps | further | {"seed": SEEDS[0]})]
         return cases
 
     title = "a language model in rounds of local steps: bits per byte and bits sent"
@@ -205,13 +203,8 @@ def _report(outcomes: Outcomes, folder: Path) -> str:
 
 
 def _table(file: Path, outcomes: Outcomes, plain: Outcome) -> str:
-    columns = {**quality(MEASURE, 3), **more_than(plain), **traffic(plain)}
-    return table(file, lines(outcomes, ["method"], columns, {"learning rate": _rate}, diverged))
-
-
-def traffic(plain: Outcome) -> Columns:
-    """Columns of the megabytes, without and with a merge."""
-    return {**size(plain, "all-reduce"), **merged(plain, "all-reduce")}
+    rates: Columns = {"learning rate": _rate}
+    return table(file, lines(outcomes, ["method"], compared(plain), rates, diverged))
 
 
 def _rate(outcome: Outcome) -> str:
@@ -223,10 +216,14 @@ def diverged(outcome: Outcome) -> str:
     return outcome.divergence(MEASURE)
 
 
-def more_than(plain: Outcome) -> Columns:
-    """A column of the bits per byte relative to an outcome."""
+def compared(plain: Outcome) -> Columns:
+    """Columns of the bits per byte and the megabytes, beside those of all-reduce."""
     mean = plain.mean(MEASURE)
-    return {"more than all-reduce": lambda o: f"{100 * (o.mean(MEASURE) / mean - 1):.1f} %"}
+    return {
+        **quality(MEASURE, 3),
+        "more than all-reduce": lambda o: f"{100 * (o.mean(MEASURE) / mean - 1):.1f} %",
+        **traffic(plain, "all-reduce"),
+    }
 
 
 def _held_out(outcome: Outcome) -> str:

@@ -27,10 +27,10 @@ from experiments.study import (
     SEEDS,
     Axes,
     Cases,
-    Outcome,
     Outcomes,
     grid,
     lines,
+    megabytes,
     quality,
     study,
     table,
@@ -52,40 +52,39 @@ CHOSEN: Mapping[str, Values] = {
         "learning_rate": 0.0003,
     },
 }
-BITS: Mapping[str, tuple[int, ...]] = {
-    DILOCO: (8, 4, 3, 2),
-    MUON: (8, 4, 3, 2),
-    POWER: (32, 4),
-}
-LONG: Values = {"num_epochs": TIMES * EPOCHS, "evaluation_interval": TIMES}
-LONGER: Mapping[tuple[str, str], Values] = {
-    (f"{ALL_REDUCE}, Muon", "32"): METHODS[f"{ALL_REDUCE}, Muon"] | {"learning_rate": 0.003},
-    (MUON, "4"): CHOSEN[MUON] | {"optimizer_bits": 4},
-    (MUON, "2"): CHOSEN[MUON] | {"optimizer_bits": 2},
-    **{
-        (f"{MUON}, rounds of {steps}", "2"): CHOSEN[MUON]
-        | {"optimizer_bits": 2, "local_steps": steps}
-        for steps in (60, 15)
-    },
-}
-RARE: Mapping[tuple[str, str], Values] = {
-    (f"{method}, rounds of 120", "2"): CHOSEN[method] | {"optimizer_bits": 2, "local_steps": 120}
-    for method in (DILOCO, MUON)
-}
-LARGER: Mapping[tuple[str, str], Values] = {
-    (POWER, "4"): CHOSEN[POWER] | {"optimizer_bits": 4},
-    **{
-        (f"{DILOCO}, rounds of {steps}", "2"): CHOSEN[DILOCO]
-        | {"optimizer_bits": 2, "local_steps": steps}
-        for steps in (120, 240)
-    },
-}
-USUAL, MORE = "the steps of `language`", f"{TIMES} times as many steps"
-LARGE = "a GPT of 1,017,216 parameters"
-TABLES: Mapping[str, tuple[Values, Mapping[tuple[str, str], Values]]] = {
-    USUAL: ({}, RARE),
-    MORE: (LONG, LONGER),
-    LARGE: (gpt("1m", STEPS_PER_EPOCH // 2), LARGER),  # its sequences are twice as long
+Rows = Mapping[tuple[str, str], Values]  # {(method, bits): values}
+
+
+def _rounds(steps: int, *methods: str) -> dict[tuple[str, str], Values]:
+    """Rows of methods with 2 bits, in rounds of so many steps."""
+    changes = {"optimizer_bits": 2, "local_steps": steps}
+    return {(f"{m}, rounds of {steps}", "2"): CHOSEN[m] | changes for m in methods}
+
+
+def _bits(method: str, *bits: int) -> dict[tuple[str, str], Values]:
+    """Rows of a method with so many bits."""
+    return {(method, str(b)): CHOSEN[method] | {"optimizer_bits": b} for b in bits}
+
+
+FEW = (8, 4, 3, 2)
+ALL_REDUCED: Values = METHODS[f"{ALL_REDUCE}, Muon"] | {"learning_rate": 0.003}
+# {name of a table: (values of all its runs, its rows)}
+TABLES: Mapping[str, tuple[Values, Rows]] = {
+    "the steps of `language`": (
+        {},
+        _bits(DILOCO, *FEW) | _bits(MUON, *FEW) | _bits(POWER, 32, 4) | _rounds(120, DILOCO, MUON),
+    ),
+    f"{TIMES} times as many steps": (
+        {"num_epochs": TIMES * EPOCHS, "evaluation_interval": TIMES},
+        {(f"{ALL_REDUCE}, Muon", "32"): ALL_REDUCED}
+        | _bits(MUON, 4, 2)
+        | _rounds(60, MUON)
+        | _rounds(15, MUON),
+    ),
+    "a GPT of 1,017,216 parameters": (
+        gpt("1m", STEPS_PER_EPOCH // 2),  # its sequences are twice as long
+        _bits(POWER, 4) | _rounds(120, DILOCO) | _rounds(240, DILOCO),
+    ),
 }
 
 
@@ -93,22 +92,14 @@ def experiment() -> Experiment:
     """Cases are (table, method, bits)."""
     values = GPT | ADAMW
     cases: Cases = {}
-    for method, bits in BITS.items():
-        few = {str(b): {"optimizer_bits": b} for b in bits}
-        axes: Axes = {"of": {USUAL: {}}, "method": {method: CHOSEN[method]}, "bits": few}
-        cases |= grid(values, axes, SEEDS[:1])
     for name, (more, found) in TABLES.items():
         for (method, b), of_method in found.items():
-            axes = {"of": {name: more}, "method": {method: of_method}, "bits": {b: {}}}
+            axes: Axes = {"of": {name: more}, "method": {method: of_method}, "bits": {b: {}}}
             cases |= grid(values, axes, SEEDS[:1])
 
     def report(outcomes: Outcomes, folder: Path) -> str:
         parts = [f"{values['n_workers']} workers, rounds of {ROUND} steps. {MERGE}"]
-        columns = {
-            **quality(MEASURE, 3),
-            "MB sent per worker": lambda o: _megabytes(o, 0),
-            "MB with a merge": lambda o: _megabytes(o, 1),
-        }
+        columns = quality(MEASURE, 3) | megabytes(2)
         for number, name in enumerate(TABLES, 1):
             found = {case[1:]: o for case, o in outcomes.items() if case[0] == name}
             rows = lines(found, ["method", "bits"], columns, diverged=diverged)
@@ -118,7 +109,3 @@ def experiment() -> Experiment:
 
     title = "a language model in rounds: messages of few bits"
     return study(title, cases, report)
-
-
-def _megabytes(outcome: Outcome, merges: int) -> str:
-    return f"{(outcome.bits + merges * outcome.merge) / 8e6:.2f}"

@@ -20,10 +20,9 @@ from experiments.language import (
     POWER,
     ROUND,
     STEPS_PER_EPOCH,
+    compared,
     diverged,
     gpt,
-    more_than,
-    traffic,
 )
 from experiments.study import (
     MERGE,
@@ -33,6 +32,7 @@ from experiments.study import (
     Outcomes,
     grid,
     lines,
+    megabytes,
     quality,
     study,
     table,
@@ -78,24 +78,13 @@ def experiment() -> Experiment:
         parts = [f"{values['n_workers']} workers, rounds of {ROUND} steps. {MERGE}"]
         for number, variant in enumerate(LARGER, 1):
             found = {(case[1],): o for case, o in outcomes.items() if case[0] == variant}
-            columns = {
-                **quality(MEASURE, 3),
-                **more_than(found[ALL_REDUCE,]),
-                **traffic(found[ALL_REDUCE,]),
-            }
+            rows = lines(found, ["method"], compared(found[ALL_REDUCE,]))
             file = folder / f"larger-{number}.csv"
-            parts += [
-                f"## {sentence_case(variant)}",
-                table(file, lines(found, ["method"], columns)),
-            ]
+            parts += [f"## {sentence_case(variant)}", table(file, rows)]
         corrections = lines(
             {case: o for case, o in outcomes.items() if case[0] in DATA},
             ["data", "method", "correction"],
-            {
-                **quality(MEASURE, 3),
-                "MB sent per worker": lambda o: f"{o.bits / 8e6:.1f}",
-                "MB with a merge": lambda o: f"{(o.bits + o.merge) / 8e6:.1f}",
-            },
+            quality(MEASURE, 3) | megabytes(),
             diverged=diverged,
         )
         parts += [

@@ -13,9 +13,9 @@ References:
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from experiments.presets import preset
 from experiments.study import Cases, grid, study
 from experiments.tuned_methods import FASHION_MNIST, TOPICS_LSTM, compared
+from powergossip import presets
 from powergossip.runner.runner import Experiment, Values
 
 CIFAR10, WIKITEXT2 = "cifar10_resnet20", "wikitext2_lstm"
@@ -102,7 +102,7 @@ LANGUAGE = {
     "DeepSqueeze, sign": "deepsqueeze",
 }
 # The learning rate factor of uncompressed gossip, which corresponds to 1 in the small form.
-_PLAIN = preset(CIFAR10)["distributed_lr_warmup_factor"]
+_PLAIN = presets.values(CIFAR10)["distributed_lr_warmup_factor"]
 _TUNED = (
     "optimizer",
     "optimizer_diffusion_rate",
@@ -129,14 +129,13 @@ def cifar10_small() -> Experiment:
     """FashionMNIST, the small CNN, ring of 8, 5 epochs, 3 seeds."""
 
     def small(name: str) -> Values:
-        published = preset(CIFAR10, name)
+        published = presets.values(f"{CIFAR10}/{name}")
         rate = 0.1 * published["distributed_lr_warmup_factor"] / _PLAIN
         return FASHION_MNIST | _method(published) | {"learning_rate": round(rate, 6)}
 
     return experiment(
         "the paper's CIFAR-10 table, small: its diffusion rates on FashionMNIST, 5 epochs, 3 seeds",
-        {method: small(name) for method, name in IMAGES.items()},
-        (1, 2, 3),
+        {method: (small(name), (1, 2, 3)) for method, name in IMAGES.items()},
         "accuracy",
     )
 
@@ -155,16 +154,14 @@ def wikitext2() -> Experiment:
 
 def wikitext2_small() -> Experiment:
     """Python's reference texts, one layer of 128 units, ring of 16, 5 epochs."""
-    values = {
-        method: TOPICS_LSTM
-        | _method(preset(WIKITEXT2, name))
-        | {"n_workers": 16, "batch_size": 4, "learning_rate": 10.0}
+    own = TOPICS_LSTM | {"n_workers": 16, "batch_size": 4, "learning_rate": 10.0}
+    rows = {
+        method: (own | _method(presets.values(f"{WIKITEXT2}/{name}")), (1, 2))
         for method, name in LANGUAGE.items()
     }
     return experiment(
         "the paper's WikiText-2 table, small: its diffusion rates on Python's texts, 5 epochs",
-        values,
-        (1, 2),
+        rows,
         "perplexity",
     )
 
@@ -176,21 +173,18 @@ def _method(published: Mapping[str, Any]) -> Values:
 def _published(
     title: str, base: str, rows: Mapping[str, Row], measure: str, processes: int
 ) -> Experiment:
-    values = {method: preset(base, name) | changes for method, (name, _, changes) in rows.items()}
-    seeds = {method: of_method for method, (_, of_method, _) in rows.items()}
-    return experiment(title, values, seeds, measure, processes)
+    made = {
+        m: (presets.values(f"{base}/{name}") | more, of) for m, (name, of, more) in rows.items()
+    }
+    return experiment(title, made, measure, processes)
 
 
 def experiment(
-    title: str,
-    values: Mapping[str, Values],
-    seeds: Sequence[int] | Mapping[str, Sequence[int]],
-    measure: str,
-    processes: int = 1,
+    title: str, rows: Mapping[str, tuple[Values, Sequence[int]]], measure: str, processes: int = 1
 ) -> Experiment:
+    """An experiment of one stage: {method: (its values, its seeds)}."""
     cases: Cases = {}
-    for method, v in values.items():
-        of_method = seeds[method] if isinstance(seeds, Mapping) else seeds
-        cases |= grid(v, {"method": {method: {}}}, of_method, processes=processes)
+    for method, (values, seeds) in rows.items():
+        cases |= grid(values, {"method": {method: {}}}, seeds, processes=processes)
     note = "diffusion rates and, up to a common factor, learning rates are the published ones."
     return study(title, cases, lambda outcomes, folder: compared(outcomes, folder, measure, note))

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from experiments import tuned_methods
-from experiments.presets import preset
 from experiments.study import (
     SEEDS,
     Axes,
@@ -25,6 +24,7 @@ from experiments.study import (
     study,
     table,
 )
+from powergossip import presets
 from powergossip.runner.runner import Experiment, Values
 
 BASE = "cifar10_vgg11"
@@ -99,7 +99,7 @@ def _experiment(
 ) -> Experiment:
     cases: Cases = {}
     for name, (of_preset, rates) in rows.items():
-        given = preset(BASE, of_preset) | (changes or {}).get(name, {})
+        given = presets.values(f"{BASE}/{of_preset}") | (changes or {}).get(name, {})
         for alpha, rate in zip(ALPHAS, rates, strict=True):
             of_alpha = {"decentralized_data_dirichlet_alpha": alpha}
             axes: Axes = {"method": {name: values(given, rate)}, "alpha": {alpha: of_alpha}}

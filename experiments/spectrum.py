@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from experiments import tuned_methods
-from experiments.presets import preset
 from experiments.study import Outcomes, grid, study, table
+from powergossip import presets
 from powergossip.runner.runner import Experiment
 from powergossip.runs import figures
 from powergossip.runs.metrics import last_values, select_rows
@@ -18,6 +18,7 @@ from powergossip.runs.metrics import last_values, select_rows
 if TYPE_CHECKING:
     from pandas import DataFrame
 
+BASE = "wikitext2_lstm"
 PUBLISHED = {"PowerGossip, 32 iterations": "power-gossip-32-iterations"}
 SMALL = {"D-PSGD": "dpsgd", "PowerGossip, 8 iterations": "power-gossip-8-iterations"}
 
@@ -25,7 +26,7 @@ SMALL = {"D-PSGD": "dpsgd", "PowerGossip, 8 iterations": "power-gossip-8-iterati
 def published() -> Experiment:
     """The LSTM of 3 × 650 units on WikiText-2, ring of 16, as in choco_lstm_spectrum.py."""
     values = {
-        method: preset("wikitext2_lstm", name) | {"evaluate_average_model": False, "seed": 10}
+        method: presets.values(f"{BASE}/{name}") | {"evaluate_average_model": False, "seed": 10}
         for method, name in PUBLISHED.items()
     }
     return experiment(
@@ -43,7 +44,7 @@ def small() -> Experiment:
     values = {
         method: tuned_methods.TOPICS_LSTM
         | {"learning_rate": 10.0, "optimizer_diffusion_rate": 1.0}
-        | {key: v for key, v in preset("wikitext2_lstm", name).items() if "optimizer" in key}
+        | {key: v for key, v in presets.values(f"{BASE}/{name}").items() if "optimizer" in key}
         for method, name in SMALL.items()
     }
     return experiment(
@@ -88,28 +89,16 @@ def experiment(
                 for parameter in parameters:
                     values = _values(rows, parameter, epochs[-1], pair)
                     squares = [v**2 for v in values]
-                    lines[pair].append(
-                        [
-                            method,
-                            parameter,
-                            str(len(values)),
-                            f"{squares[0] / sum(squares):.0%}",
-                            f"{sum(squares[:8]) / sum(squares):.0%}",
-                            f"{distance:.3g}",
-                        ]
-                    )
+                    parts = [f"{sum(squares[:count]) / sum(squares):.0%}" for count in (1, 8)]
+                    cells = [method, parameter, str(len(values)), *parts, f"{distance:.3g}"]
+                    lines[pair].append(cells)
                 of_pair = f", workers {pair[0]} and {pair[1]}" if len(pairs) > 1 else ""
                 panels[f"{method}: {parameters[1]}{of_pair}"] = {
                     f"epoch {epoch}": _curve(_values(rows, parameters[1], epoch, pair))
                     for epoch in epochs
                 }
-        figures.curves(
-            panels,
-            folder / "figure.svg",
-            "index of the singular value",
-            "singular value",
-            log_y=True,
-        )
+        x = "index of the singular value"
+        figures.curves(panels, folder / "figure.svg", x, "singular value", log_y=True)
         parts = ["![singular values by index](figure.svg)"]
         for i, j in pairs:
             found = table(folder / f"workers-{i}-{j}.csv", [header, *lines[i, j]])

@@ -118,7 +118,7 @@ class Outcome:
 
 
 Outcomes = Mapping[Case, Outcome]
-Columns = Mapping[str, Callable[[Outcome], str]]  # header: cell
+Columns = dict[str, Callable[[Outcome], str]]  # header: cell
 Report = Callable[[Outcomes, Path], str]
 Table = list[list[str]]  # [line][cell], the header first
 STEP = ("data", "gradient", "averaging", "communication", "update")  # phases of a step
@@ -213,9 +213,8 @@ def tuned(
         measure: Measure of the mean model: accuracy, or one of which smaller is better.
     """
 
-    def run(case: Case, setting: Values, *further: Values) -> Run:
-        parts = (values, methods[case], setting, *further)
-        of_run = {key: value for part in parts for key, value in part.items()}
+    def run(case: Case, setting: Values, further: Values) -> Run:
+        of_run = values | methods[case] | setting | further
         return Run("train", of_run, dict(zip(labels, case, strict=True)) | setting)
 
     def ranked(case: Case, outcome: Outcome) -> list[Values]:
@@ -226,37 +225,28 @@ def tuned(
 
     return study(
         title,
-        {case: [run(case, s, few_epochs, TUNING) for s in settings[case]] for case in methods},
+        {case: [run(case, s, few_epochs | TUNING) for s in settings[case]] for case in methods},
         report,
         lambda outcomes: {
             case: [run(case, s, TUNING) for s in promoted(ranked(case, outcome))]
             for case, outcome in outcomes.items()
         },
         lambda outcomes: {
-            case: [run(case, ranked(case, outcome)[0] | {"seed": seed}) for seed in SEEDS]
+            case: [run(case, ranked(case, outcome)[0] | {"seed": seed}, {}) for seed in SEEDS]
             for case, outcome in outcomes.items()
         },
     )
 
 
-def step_phases(rows: "DataFrame") -> dict[str, float]:
-    """Seconds of the phases of a step after the first epoch, without evaluation and checkpoints."""
-    chosen = select_rows(rows, "phase_seconds")
-    steps = _later(chosen[chosen["phase"] == "gradient"], "instances")
-    return {p: _later(chosen[chosen["phase"] == p], "value") / steps for p in STEP}
+def totals(rows: "DataFrame") -> "DataFrame":
+    """Columns steps, seconds and bits by epoch, all since the start.
 
-
-def step_bits(rows: "DataFrame") -> float:
-    """Bits that a worker sends in a step after the first epoch."""
-    chosen = select_rows(rows, "phase_seconds")
-    steps = _later(chosen[chosen["phase"] == "gradient"], "instances")
-    return _later(chosen, "bits") / steps
-
-
-def _later(rows: "DataFrame", column: str) -> float:
-    """The increase of a column after the first epoch."""
-    by_epoch = rows.groupby("epoch")[column].max()
-    return float(by_epoch.iloc[-1] - by_epoch.iloc[0]) if len(by_epoch) else 0.0
+    The seconds are without evaluation and checkpoints.
+    """
+    phases = select_rows(rows, "phase_seconds")
+    of_step = phases[phases["phase"].isin(STEP)]
+    found = of_step.groupby("epoch").agg(seconds=("value", "sum"), bits=("bits", "max"))
+    return found.assign(steps=phases[phases["phase"] == "gradient"].set_index("epoch")["instances"])
 
 
 def score(rows: "DataFrame", measure: str, split: str) -> float:
@@ -322,20 +312,18 @@ def crossed(
     outcomes: Outcomes,
     corner: str,
     cell: Callable[[Outcome], str],
-    name: Callable[[Any], str] = str,
     column: Callable[[Any], str] = str,
 ) -> Table:
     """Return a table of cases of two names, the line's and the column's.
 
     Args:
         corner: Header of the first column.
-        name: Text of a line's name.
         column: Text of a column's name.
     """
     rows, columns = (list(dict.fromkeys(names)) for names in zip(*outcomes, strict=True))
     return [
         [corner, *map(column, columns)],
-        *([name(row), *(cell(outcomes[row, of]) for of in columns)] for row in rows),
+        *([str(row), *(cell(outcomes[row, of]) for of in columns)] for row in rows),
     ]
 
 
@@ -362,15 +350,24 @@ def size(plain: Outcome, name: str = "D-PSGD", places: int = 1) -> Columns:
     }
 
 
-def merged(plain: Outcome, name: str = "D-PSGD") -> Columns:
-    """The same of the mean model, with a merge of models that differ, see MERGE."""
+def traffic(plain: Outcome, name: str = "D-PSGD") -> Columns:
+    """The same, and those of the mean model, with a merge of models that differ, see MERGE."""
 
     def bits(outcome: Outcome) -> float:
         return outcome.bits + outcome.merge
 
     return {
+        **size(plain, name),
         "MB with a merge": lambda o: f"{bits(o) / 8e6:.1f}",
         f"less than {name} with merges": lambda o: f"{bits(plain) / bits(o):.1f}×",
+    }
+
+
+def megabytes(places: int = 1) -> Columns:
+    """Columns of the megabytes only, without and with a merge."""
+    return {
+        "MB sent per worker": lambda o: f"{o.bits / 8e6:.{places}f}",
+        "MB with a merge": lambda o: f"{(o.bits + o.merge) / 8e6:.{places}f}",
     }
 
 

@@ -24,10 +24,9 @@ from experiments.study import (
     Outcomes,
     draw_by_size,
     lines,
-    merged,
     quality,
-    size,
     table,
+    traffic,
     tuned,
 )
 from powergossip.formatting import counted
@@ -162,8 +161,7 @@ def compared(outcomes: Outcomes, folder: Path, measure: str, note: str) -> str:
     numbers = {len(outcome.runs) for outcome in outcomes.values()}
     columns: Columns = {
         **quality(measure),
-        **size(outcomes["D-PSGD",]),
-        **merged(outcomes["D-PSGD",]),
+        **traffic(outcomes["D-PSGD",]),
         **({"seconds": lambda o: f"{o.largest('seconds'):.0f}"} if timed else {}),
         "learning rate": lambda o: _learning_rate(o.values),
         "γ": _diffusion_rate,

@@ -115,8 +115,7 @@ def score(task: BenchmarkTask, run: Mapping[str, Any]) -> float:
     """The last measure of the mean model, larger is better; −∞ for a run that diverged."""
     if run["diverged"] or not run["evaluations"]:
         return -math.inf
-    value = float(run["evaluations"][-1]["mean"])
-    return value if task.measure.larger_is_better else -value
+    return task.measure.sign * float(run["evaluations"][-1]["mean"])
 
 
 def _finite(number: float) -> float | None:

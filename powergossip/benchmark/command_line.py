@@ -15,7 +15,6 @@ Results are files NAME.json in output/benchmark, beside the folders of the runs.
 """
 
 import argparse
-import os
 import shlex
 import shutil
 import sys
@@ -30,7 +29,6 @@ from powergossip.formatting import plain
 
 OUTPUT = Path("output/benchmark")
 LAUNCHERS = ("process", "slurm")
-JOBS = 64  # default limit of concurrent Slurm jobs
 TEMPLATES = Path(__file__).parent / "templates"
 KINDS = ("averaging", "compressor")  # the first one by default
 COMMANDS: dict[str, set[str]] = {  # and their options
@@ -144,9 +142,8 @@ def _run(options: argparse.Namespace) -> None:
     most = max(len(entry.settings[name]) for name in names)
     if most > TRIES[options.tier]:
         print(f"of up to {most} settings of a task, the first {TRIES[options.tier]} are tried")
-    cores = options.cores or (JOBS if options.launcher == "slurm" else os.cpu_count() or 1)
     with campaign.folder.claimed():
-        failed = carry_out(campaign.experiment, campaign.folder, cores, options.launcher)
+        failed = carry_out(campaign.experiment, campaign.folder, options.cores, options.launcher)
     for run in failed:
         print(f"failed: {campaign.folder.of(run) / 'log.txt'}", file=sys.stderr)
     found = campaign.results()

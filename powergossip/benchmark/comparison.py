@@ -60,7 +60,7 @@ class Line:
         if self.diverged:
             return -math.inf
         values = self.last("mean")
-        return sum(values) / len(values) * (1 if self.task.measure.larger_is_better else -1)
+        return sum(values) / len(values) * self.task.measure.sign
 
     def to_target(self, key: str) -> list[float]:
         """The value of each run where the mean model reaches the target, ∞ if it does not.
@@ -75,11 +75,11 @@ class Line:
     @property
     def is_bound(self) -> bool:
         """True if a run has reached the target before its first evaluation."""
-        sign = 1 if self.task.measure.larger_is_better else -1
+        sign = self.task.measure.sign
         return any(sign * (run["evaluations"][0]["mean"] - self.target) >= 0 for run in self.runs)
 
     def _reached(self, evaluations: Sequence[Mapping[str, Any]], key: str) -> float:
-        sign = 1 if self.task.measure.larger_is_better else -1
+        sign = self.task.measure.sign
         before: Mapping[str, Any] | None = None
         for at in evaluations:
             beyond = sign * (at["mean"] - self.target)
@@ -159,5 +159,4 @@ def pair(first: Line, second: Line) -> Pair:
         margin = max(quantile * stdev(differences) / math.sqrt(n), first.resolution)
     if not abs(mean) > margin:
         return Pair(mean, margin, "noise")
-    gain = mean if first.task.measure.larger_is_better else -mean
-    return Pair(mean, margin, "better" if gain > 0 else "worse")
+    return Pair(mean, margin, "better" if first.task.measure.sign * mean > 0 else "worse")

@@ -1,12 +1,12 @@
 """Data of the tasks."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from powergossip.consensus.data import DRAWN
 from powergossip.state_trees import sha256
 from powergossip.tasks import fashion_mnist as files
 from powergossip.tasks.images import ImageClassification, LabeledImages
@@ -36,22 +36,7 @@ def fashion_mnist(options: TaskOptions, images: int, test_images: int) -> Images
     return Images(train, test, given)
 
 
-def _random(size: int, generator: torch.Generator) -> Tensor:
-    return torch.randn(size, size, generator=generator)
-
-
-def _low_rank(size: int, generator: torch.Generator) -> Tensor:
-    u, v = torch.linalg.qr(torch.randn(2, size, size, generator=generator)).Q
-    return u * torch.arange(1, size + 1) ** -2.0 @ v.mT
-
-
-MATRICES: dict[str, Callable[[int, torch.Generator], Tensor]] = {
-    "random": _random,
-    "low-rank": _low_rank,
-}
-
-
 def matrices(values: dict[str, Any], seed: int) -> Tensor:
     """The matrices of the workers, float32 [worker, row, column]."""
-    make, generator = MATRICES[values["matrices"]], torch.Generator().manual_seed(seed)
+    make, generator = DRAWN[values["matrices"]], torch.Generator().manual_seed(seed)
     return torch.stack([make(values["size"], generator) for _ in range(values["n_workers"])])

@@ -14,7 +14,7 @@ Settings = Mapping[str, Sequence[Values]]
 # Learning rates of images. Rates above 0.1 often train with one seed and diverge with another.
 _OF_SGD = (0.05, 0.1, 0.02, 0.01, 0.2, 0.005, 0.07, 0.03)
 _OF_SGD_ON_TEXT = (0.1, 0.3, 0.03, 1.0, 0.01, 3.0, 0.003, 0.001)
-_OF_SIGNS = (0.003, 0.01, 0.001, 0.0003, 0.005, 0.02, 0.0001, 0.03)  # of updates ±η
+_OF_SIGNS = (0.003, 0.01, 0.001, 0.0003, 0.005, 0.02, 0.0001, 0.03)  # of updates ±η, on all data
 _OF_ADAM = (0.01, 0.003, 0.03, 0.001, 0.0003, 0.1, 0.0001, 0.3)  # learning rates, text
 
 
@@ -70,25 +70,17 @@ def _gradients(optimizer: str, **more: Any) -> Settings:
     return _method(optimizer, consensus=(), late=False, **more)
 
 
-def _sgd_on_text(settings: Settings) -> Settings:
-    """With SGD on texts too."""
-    return {**settings, TEXT: _rates(_with_sgd(settings[TEXT][0]), _OF_SGD_ON_TEXT)}
-
-
-def _sgd_of_signs(settings: Settings) -> Settings:
-    """With SGD on all data, whose updates have the learning rate as their size."""
-    return {
-        **settings,
-        **{of: _rates(_with_sgd(settings[of][0]), _OF_SIGNS) for of in (FASHION_MNIST, TEXT)},
-    }
-
-
-def _with_sgd(setting: Values) -> Values:
-    return {**setting, "local_optimizer": "sgd"}
+def _with_sgd(
+    settings: Settings, rates: Sequence[float] = _OF_SGD_ON_TEXT, groups: Sequence[str] = (TEXT,)
+) -> Settings:
+    """With SGD in place of AdamW, on these groups of tasks."""
+    own = {of: _rates({**settings[of][0], "local_optimizer": "sgd"}, rates) for of in groups}
+    return {**settings, **own}
 
 
 LATE = "fashion_mnist_late"
 _ROUNDS: Values = {"local_steps": 10}
+_LEARNING = (FASHION_MNIST, TEXT)
 
 ENTRIES: dict[str, Settings] = {
     "all-reduce": _method("all-reduce", late=False),
@@ -125,21 +117,21 @@ ENTRIES: dict[str, Settings] = {
     "quasi-global-momentum": _learning("quasi-global-momentum"),
     "gradient-tracking": _learning("gradient-tracking"),
     "k-gt": _learning("k-gt", late=False, **_ROUNDS),
-    "momentum-tracking": _sgd_on_text(_learning("momentum-tracking", late=False)),
-    "gt-nsgd": _sgd_on_text(_learning("gt-nsgd", late=False)),
+    "momentum-tracking": _with_sgd(_learning("momentum-tracking", late=False)),
+    "gt-nsgd": _with_sgd(_learning("gt-nsgd", late=False)),
     "exact-diffusion": _learning("exact-diffusion"),
-    "beer": _sgd_on_text(_learning("beer", "choco", late=False)),
-    "motef": _sgd_on_text(_learning("motef", "choco", late=False)),
+    "beer": _with_sgd(_learning("beer", "choco", late=False)),
+    "motef": _with_sgd(_learning("motef", "choco", late=False)),
     "relay-sgd": _learning("relay-sgd", topology="binary-tree"),
     "diloco": _learning("diloco", "all-reduce", late=False, **_ROUNDS),
     "diloco-4-bits": _learning("diloco", "all-reduce", late=False, optimizer_bits=4, **_ROUNDS),
     "gasloc": _learning("gasloc", late=False, **_ROUNDS),
     "noloco": _learning("noloco", late=False, topology="random-matching", **_ROUNDS),
     "powersgd": _gradients("powersgd"),
-    "dgc": _sgd_on_text(_gradients("dgc")),
+    "dgc": _with_sgd(_gradients("dgc")),
     "ef-sgd-sign": _gradients("ef-sgd", optimizer_compressor="sign-and-norm"),
     "ef-sgd-top-k": _gradients("ef-sgd", optimizer_compressor="top-k"),
-    "signsgd": _sgd_of_signs(_gradients("signsgd")),
-    "demo": _sgd_of_signs(_gradients("demo", local_optimizer="sgd")),
+    "signsgd": _with_sgd(_gradients("signsgd"), _OF_SIGNS, _LEARNING),
+    "demo": _with_sgd(_gradients("demo", local_optimizer="sgd"), _OF_SIGNS, _LEARNING),
     "sparse-loco": _gradients("sparse-loco", **_ROUNDS),
 }

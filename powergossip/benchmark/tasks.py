@@ -43,6 +43,11 @@ class Measure:
     factor: float = 1.0
     places: int = 3
 
+    @property
+    def sign(self) -> int:
+        """1 if larger is better, else −1."""
+        return 1 if self.larger_is_better else -1
+
     def shown(self, value: float, sign: str = "") -> str:
         return f"{self.factor * value:{sign}.{self.places}f}"
 

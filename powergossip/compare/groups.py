@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 SEED = "seed"
-# Keys that change neither the results nor the times of a run.
+# The seed, and keys that change neither the results nor the times of a run.
 WITHOUT_EFFECT = {
+    SEED,
     *OF_COMMAND,
     "spectrum_logging_epochs",
     "spectrum_logging_params",
@@ -262,8 +263,7 @@ def _section(metric: Metric, runs: Sequence[Run], warn: Warn) -> Section:
     by_config: dict[str, list[Run]] = {}
     machines: dict[tuple[Any, ...], Run] = {}
     for run in runs:
-        config = {key: value for key, value in _effective(run.config).items() if key != SEED}
-        key = json.dumps(config, sort_keys=True, default=str)
+        key = json.dumps(_effective(run.config), sort_keys=True, default=str)
         machine = run.info.get("run"), run.config.get(SEED), key  # of a run with a ticket
         if machine[0] and (first := machines.setdefault(machine, run)) is not run:
             warn(f"{run.name} is another machine of the run in {first.name}; left out")
@@ -280,8 +280,6 @@ def _section(metric: Metric, runs: Sequence[Run], warn: Warn) -> Section:
             warn(f"not part of the mean over seeds: {out}")
     every = [_effective(group.config) for group in groups]
     for key in dict.fromkeys(key for config in every for key in config):
-        if key == SEED:
-            continue
         # An option that only some methods have differs if it does between those.
         holders = [config for config in every if key in config or not key.startswith(OPTIONS)]
         if len({_text(config.get(key)) for config in holders}) > 1:
@@ -292,7 +290,7 @@ def _section(metric: Metric, runs: Sequence[Run], warn: Warn) -> Section:
 
 
 def _effective(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys that change results or times. The index of a GPU does neither."""
+    """The keys that tell groups apart. The index of a GPU does not."""
     kept = {key: value for key, value in config.items() if key not in WITHOUT_EFFECT}
     if "device" in kept:
         kept["device"] = str(kept["device"]).partition(":")[0]

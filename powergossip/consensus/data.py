@@ -19,21 +19,40 @@ from powergossip.consensus.config import Config, Settings
 Matrices = Callable[[int], Tensor]  # worker → its matrix, float32 [row, column]
 
 
-def _random(c: Settings) -> Matrices:
-    """N(0, 1). Worker i has torch.manual_seed(seed + i); torch.randn(matrix_size, matrix_size)."""
+def _random(size: int, generator: torch.Generator) -> Tensor:
+    """N(0, 1)."""
+    return torch.randn(size, size, generator=generator, dtype=torch.float32)
 
-    def matrix(worker: int) -> Tensor:
-        generator = torch.Generator().manual_seed(c.seed + worker)
-        shape = c.matrix_size, c.matrix_size
-        return torch.randn(shape, generator=generator, dtype=torch.float32)
 
-    return matrix
+def _low_rank(size: int, generator: torch.Generator) -> Tensor:
+    """Random singular vectors, singular values k^−2 for k = 1, 2, …"""
+    shape = 2, size, size
+    u, v = torch.linalg.qr(torch.randn(shape, generator=generator, dtype=torch.float32)).Q
+    return u * torch.arange(1, size + 1, dtype=torch.float32) ** -2 @ v.mT
+
+
+DRAWN: dict[str, Callable[[int, torch.Generator], Tensor]] = {
+    "random": _random,
+    "low-rank": _low_rank,
+}
+
+
+def _drawn(c: Settings, name: str | None = None) -> Matrices:
+    """Worker i has the generator torch.manual_seed(seed + i)."""
+    make = DRAWN[name or c.data_type]
+    return lambda worker: make(c.matrix_size, torch.Generator().manual_seed(c.seed + worker))
 
 
 def _offset(c: Settings) -> Matrices:
     """Random plus i for worker i. A matrix of rank 1 dominates the differences of the workers."""
-    random = _random(c)
+    random = _drawn(c, "random")
     return lambda worker: random(worker) + worker
+
+
+def _log_normal(c: Settings) -> Matrices:
+    """exp of random: a few large entries."""
+    random = _drawn(c, "random")
+    return lambda worker: random(worker).exp()
 
 
 def _sparse(c: Settings) -> Matrices:
@@ -51,24 +70,6 @@ def _sparse(c: Settings) -> Matrices:
         flat = torch.zeros(elements, dtype=torch.float32)
         flat[worker] = 1
         return flat.view(c.matrix_size, c.matrix_size)
-
-    return matrix
-
-
-def _log_normal(c: Settings) -> Matrices:
-    """exp of random: a few large entries."""
-    random = _random(c)
-    return lambda worker: random(worker).exp()
-
-
-def _low_rank(c: Settings) -> Matrices:
-    """Random singular vectors, singular values k^−2 for k = 1, 2, …"""
-
-    def matrix(worker: int) -> Tensor:
-        generator = torch.Generator().manual_seed(c.seed + worker)
-        shape = 2, c.matrix_size, c.matrix_size
-        u, v = torch.linalg.qr(torch.randn(shape, generator=generator, dtype=torch.float32)).Q
-        return u * torch.arange(1, c.matrix_size + 1, dtype=torch.float32) ** -2 @ v.mT
 
     return matrix
 
@@ -128,11 +129,10 @@ def _images(c: Settings, images: np.ndarray) -> Matrices:
 
 
 DATA: dict[str, Callable[[Settings], Matrices]] = {
-    "random": _random,
+    **dict.fromkeys(DRAWN, _drawn),
     "offset": _offset,
     "sparse": _sparse,
     "log-normal": _log_normal,
-    "low-rank": _low_rank,
     "faces": _faces,
     "lfw": _lfw,
 }

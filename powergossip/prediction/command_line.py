@@ -130,9 +130,7 @@ def _predict(options: argparse.Namespace) -> None:
     from powergossip.network import torch_kept
     from powergossip.prediction import model, shapes
 
-    cluster = model.Cluster(
-        hosts, bits, latency, n // hosts, per_message=PER_MESSAGE, per_byte=PER_BYTE
-    )
+    cluster = model.Cluster(hosts, bits, latency, PER_MESSAGE, PER_BYTE)
     layout, methods, graphs = shapes.layout(options.model), _methods(options.method), {}
     for name in options.topology or GRAPHS:
         try:

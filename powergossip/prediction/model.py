@@ -8,8 +8,7 @@ host sends S_k bytes to other hosts in phase k, in m_k messages of a worker, the
 L_k is the latency L, or 3 L with messages above the eager limit, which announce themselves and wait
 for the answer. R is the rate of the host's link in each direction, and η its payload fraction. o is
 the CPU time of a message, and b the CPU time of a byte, at both ends together. An all-reduce is two
-phases, reduce-scatter and all-gather. In both, all workers send to all. CPU times are multiplied by
-max(1, workers of a host ÷ its cores). A step takes::
+phases, reduce-scatter and all-gather. In both, all workers send to all. A step takes::
 
     T = max(T_gradient, T_1) + T_averaging + T_2 + T_3 + …     messages of the first phase in flight
     T = T_gradient + T_averaging + T_1 + T_2 + …               during the gradient, or not
@@ -21,10 +20,9 @@ and, with messages after every H-th gradient only, in the mean::
 
 This is the α–β model of Hockney (1994, doi:10.1016/S0167-8191(06)80021-9) with the CPU time per
 message of LogGP (Alexandrov et al. 1997, doi:10.1006/jpdc.1997.1346), and one full-duplex link per
-host. All workers take the same time, and wait for each other.
+host. Each worker has a core. All workers take the same time, and wait for each other.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -48,8 +46,6 @@ class Cluster:
             indices.
         rate: Rate of a link in each direction, in bits per second. May be infinite.
         latency: Seconds from one host to another.
-        cores: Number of cores of a host. A fraction where hosts are emulated on one machine: cores
-            / hosts.
         per_message: CPU seconds of a message, sending and receiving.
         per_byte: CPU seconds of a byte, sending and receiving.
         payload: Payload fraction of the rate.
@@ -62,7 +58,6 @@ class Cluster:
     hosts: int
     rate: float
     latency: float = 0.0
-    cores: float = math.inf
     per_message: float = 0.0
     per_byte: float = 0.0
     payload: float = PAYLOAD
@@ -70,7 +65,6 @@ class Cluster:
     def __post_init__(self) -> None:
         checks.at_least_one("hosts", self.hosts)
         checks.check("rate", self.rate, self.rate > 0, "a rate above 0")
-        checks.check("cores", self.cores, self.cores > 0, "a number above 0")
         for name in ("latency", "per_message", "per_byte"):
             checks.not_negative(name, getattr(self, name))
 
@@ -158,13 +152,12 @@ def step(
     """
     n, hosts = topology.n_workers, cluster.hosts
     checks.check("hosts", hosts, n % hosts == 0, f"a divisor of the {n} workers")
-    contention = max(1.0, n / hosts / cluster.cores)
-    gradient = interval * compute.gradient * contention
+    gradient = interval * compute.gradient
     rounds = []
     for load in _loads(topology, hosts):
-        averaging = (compute.averaging + compute.per_neighbor * load.degree) * contention
+        averaging = compute.averaging + compute.per_neighbor * load.degree
         times = [
-            _transfer_time(transfer, cluster, contention)
+            _transfer_time(transfer, cluster)
             for phase in traffic.phases
             for transfer in _transfers(phase, load, n, hosts)
         ]
@@ -222,10 +215,10 @@ def _transfers(phase: Phase, load: _Load, n: int, hosts: int) -> Sequence[_Trans
     return parts
 
 
-def _transfer_time(part: _Transfer, cluster: Cluster, contention: float) -> tuple[float, float]:
+def _transfer_time(part: _Transfer, cluster: Cluster) -> tuple[float, float]:
     """CPU time, and the time while the link is busy or the message in flight."""
-    cpu = cluster.per_message * part.messages * contention
+    cpu = cluster.per_message * part.messages
     latencies = 0 if not part.largest else 3 if part.largest > EAGER else 1
-    copying = cluster.per_byte * part.bytes * contention
+    copying = cluster.per_byte * part.bytes
     link = 8 * part.link / (cluster.payload * cluster.rate)
     return cpu, latencies * cluster.latency + max(link, copying)

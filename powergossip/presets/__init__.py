@@ -1,9 +1,12 @@
 """Presets: configurations of published experiments, BASE.yaml plus the changes of BASE/METHOD.yaml.
 
-`--config BASE/METHOD` selects a preset, and `files` lists its files.
+`--config BASE/METHOD` selects a preset, `files` lists its files, and `values` returns its keys.
 """
 
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 FOLDER = Path(__file__).parent
 
@@ -24,3 +27,9 @@ def files(name: str) -> list[Path]:
         return []
     base = name.partition("/")[0]
     return [FOLDER / f"{part}.yaml" for part in dict.fromkeys((base, name))]
+
+
+def values(name: str) -> dict[str, Any]:
+    """The keys that a preset sets, with their values."""
+    found = [yaml.safe_load(file.read_text("utf-8")) for file in files(name)]
+    return {key: value for of_file in found for key, value in of_file.items()}

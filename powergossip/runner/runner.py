@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[2]  # the folder of train.py
 OUTPUT = Path("output/experiments")
+JOBS = 64  # default limit of concurrent Slurm jobs
 
 Values = dict[str, Any]  # of the keys of an entry point
 
@@ -205,15 +206,17 @@ class Folder:
 
 
 def carry_out(
-    experiment: Experiment, folder: Folder, cores: int, launcher: str = "mpirun"
+    experiment: Experiment, folder: Folder, cores: int | None, launcher: str = "mpirun"
 ) -> list[Run]:
     """Carry out the runs that are not done. Return those that failed.
 
     Concurrent runs have at most `cores` cores in total. With Slurm there are at most `cores` jobs.
+    None: all cores of this machine, or 64 jobs.
     A failed run does not stop the others, and is repeated by the next call. Raises BadInput if the
     launcher, one of `LAUNCHERS`, cannot be used here.
     """
     start = LAUNCHERS[launcher]()
+    cores = cores or (JOBS if launcher == "slurm" else os.cpu_count() or 1)
     failed: list[Run] = []
     for number, stage in enumerate(experiment.stages, 1):
         runs = list({run.identity: run for run in stage(folder.results)}.values())
@@ -356,15 +359,11 @@ class _Ended:
             elapsed = time.perf_counter() - self._start
             left = elapsed / self._ended * (self._number - self._ended) / 60
             state, log = folder.state(run), folder.of(run) / "log.txt"
-            outcome = {
-                "done": "done",
-                "failed": f"FAILED, see {log}{_last_line(log)}",
-                "begun": "stopped",
-            }[state]
+            failed = f"FAILED, see {log}{_last_line(log)}"
+            outcome = {"done": "done", "failed": failed, "begun": "stopped"}[state]
             remain = self._ended < self._number and state != "begun"
             more = f"; about {left:.0f} min left for the others" if remain else ""
-            line = f"  {self._ended}/{self._number}  {_name(run)}: {outcome}{more}"
-            print(line, flush=True)
+            print(f"  {self._ended}/{self._number}  {_name(run)}: {outcome}{more}", flush=True)
 
 
 def _last_line(log: Path) -> str:

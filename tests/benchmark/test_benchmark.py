@@ -709,7 +709,7 @@ def test_a_task_that_fails_leaves_the_others_their_results(
     assert {tier: list(of) for tier, of in tiers.items()} == {"full": ["consensus_random"]}
     with pytest.raises(SystemExit):
         command_line.main(arguments)
-    assert held == [3, 3, command_line.JOBS]
+    assert held == [3, 3, runner.JOBS]
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ FULL_DISK = 'case "$2" in *version*) echo 3.12 ;; venv) echo no space left >&2; 
         ({"mine": OLD}, {"PYTHON": "mine"}, "PYTHON=mine: mine is Python 3.8.*Python 3.11"),
         ({"mine": "exit 127"}, {"PYTHON": "mine"}, "PYTHON=mine: "),
         ({}, {}, "no python3 .*3.11"),
-        # The remedy of the better one: to install venv
+        # The reason of each, among them the remedy: to install venv
         ({"python3": OLD, "python3.12": NEW_WITHOUT_VENV}, {}, "python3.12 .*python3-venv"),
         ({"python3": OLD, "python3.12": FULL_DISK}, {}, "python3.12 -m venv failed"),
         ({}, {"MPI": "mashine"}, "MPI=mashine.*package.*machine"),

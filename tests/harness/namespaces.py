@@ -4,7 +4,8 @@ import os
 import subprocess
 from collections.abc import Sequence
 
-from environment.emulated_cluster import Refused, batch
+from environment.emulated_cluster import batch
+from powergossip.errors import BadInput
 
 PUBLIC = "203.0.113"  # first bytes of public addresses
 V6 = "2001:db8::"
@@ -20,7 +21,7 @@ class Internet:
         self.names: list[str] = []
 
     def build(self) -> None:
-        """Make the switch. Raises Refused where the kernel does not support it."""
+        """Make the switch. Raises BadInput where the kernel does not support it."""
         self._add("switch", ["link set lo up", "link add switch type bridge", "link set switch up"])
 
     def _add(self, name: str, lines: Sequence[str]) -> None:
@@ -98,7 +99,7 @@ class Internet:
             self.command(name, *words), input=text, capture_output=True, text=True, check=False
         )
         if done.returncode:
-            raise Refused(f"{' '.join(words)}: {done.stderr}")
+            raise BadInput(f"{' '.join(words)}: {done.stderr}")
         return done.stdout
 
     def remove(self) -> None:

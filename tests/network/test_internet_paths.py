@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from environment.emulated_cluster import Refused
+from powergossip.errors import BadInput
 from tests.harness.launch import ROOT
 from tests.harness.machines import JOIN, Machine
 from tests.harness.namespaces import PUBLIC, Internet
@@ -35,7 +35,7 @@ def net() -> Iterator[Internet]:
     try:
         net.build()
         net.nat("probe", 250, "192.168.250")
-    except (Refused, OSError) as error:
+    except (BadInput, OSError) as error:
         net.remove()
         pytest.skip(f"no internet can be emulated here: {error}")
     yield net

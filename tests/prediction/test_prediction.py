@@ -170,9 +170,6 @@ def test_a_gossip_step_by_hand() -> None:
     assert two.seconds == pytest.approx(16e-3)
     one = prediction.step(traffic, ring, Cluster(1, 1e6, 1.0, payload=1.0), Compute())
     assert one.seconds == 0
-    # One core for four workers: their CPU times add up.
-    shared = Cluster(2, math.inf, cores=1, payload=1.0)
-    assert prediction.step(traffic, ring, shared, compute).seconds == pytest.approx(4 * 6e-3)
     large = Traffic((Phase(neighbor=100_000, neighbor_messages=1),))  # waits for an answer
     far = Cluster(8, math.inf, 5e-3)
     assert prediction.step(large, ring, far, Compute()).seconds == pytest.approx(15e-3)
