@@ -10,15 +10,11 @@ from scipy.sparse import csr_array
 
 from powergossip import checks, randomness
 from powergossip.topologies.topology import Round, Topology, Tree, check_connected
-from powergossip.topologies.weights import Weights, best_constant, metropolis_hastings
+from powergossip.topologies.weights import Weights, metropolis_hastings
 
 if TYPE_CHECKING:
     from networkx import Graph
 
-WEIGHTS: dict[str, Weights] = {  # name → weights of an undirected graph
-    "metropolis": metropolis_hastings,
-    "constant": best_constant,
-}
 MOST_EDGES = 4 * 10**7  # gigabytes
 EQUI_SAMPLES = 100  # of the shifts of `equi_static`
 
