@@ -309,8 +309,16 @@ class LanguageModeling(LanguageTask):
         return -(-n_words // n_streams) if self._padding is not None else n_words // n_streams
 
     def streams(self, split: Split) -> tuple[Tensor, Tensor]:
-        """The text of a split in 64 streams."""
-        return _streams(self.splits[split])
+        """The words of a split and their next words: int64 [N_STREAMS, position].
+
+        The end of the last stream is padded with words 0 and targets `NO_WORD`.
+        """
+        text = self.splits[split]
+        size = -(-(len(text) - 1) // N_STREAMS)
+        words = text.new_zeros(N_STREAMS * size)
+        targets = torch.full_like(words, NO_WORD)
+        words[: len(text) - 1], targets[: len(text) - 1] = text[:-1], text[1:]
+        return words.view(N_STREAMS, size), targets.view(N_STREAMS, size)
 
     def derived(self, means: Mapping[str, float]) -> dict[str, float]:
         """The perplexity, exp of the mean cross-entropy; infinite if it overflows."""
@@ -322,18 +330,6 @@ class LanguageModeling(LanguageTask):
     def label_counts(self, epoch: int = 0) -> Tensor | None:
         """None: words have no labels."""
         return None
-
-
-def _streams(text: Tensor) -> tuple[Tensor, Tensor]:
-    """The words of a text and their next words, in parallel streams: int64 [N_STREAMS, position].
-
-    The end of the last stream is padded with words 0 and targets `NO_WORD`.
-    """
-    size = -(-(len(text) - 1) // N_STREAMS)
-    words = text.new_zeros(N_STREAMS * size)
-    targets = torch.full_like(words, NO_WORD)
-    words[: len(text) - 1], targets[: len(text) - 1] = text[:-1], text[1:]
-    return words.view(N_STREAMS, size), targets.view(N_STREAMS, size)
 
 
 def _check_partition(options: TaskOptions) -> None:

@@ -60,7 +60,8 @@ class Partition:
                 column, n_workers, generator(options.seed, "groups")
             )
             smallest = int(np.diff(self._bounds).min())
-            _check_batch_size(options, smallest, "the smallest shard")
+            accepted = f"{smallest} or less; the smallest shard has {smallest} samples"
+            checks.check("batch_size", options.batch_size, options.batch_size <= smallest, accepted)
         elif options.dirichlet_alpha is not None:
             _check_alpha(options.dirichlet_alpha, options.decentralized)
             random = generator(options.seed, "dirichlet")
@@ -346,14 +347,6 @@ def _check_alpha(alpha: float, decentralized: bool) -> None:
     if decentralized:
         raise ValueError(
             f"decentralized_data_dirichlet_alpha={alpha}: use null with use_decentralized_data=true"
-        )
-
-
-def _check_batch_size(options: TaskOptions, smallest: int, place: str) -> None:
-    if options.batch_size > smallest:
-        raise ValueError(
-            f"batch_size={options.batch_size}: use {smallest} or less; {place} has {smallest} "
-            "samples"
         )
 
 
