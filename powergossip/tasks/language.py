@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from powergossip import checks
 from powergossip.state_trees import sha256
 from powergossip.tasks import modules, option_checks, texts
 from powergossip.tasks.language_models import (
@@ -334,17 +335,12 @@ class LanguageModeling(LanguageTask):
 
 def _check_partition(options: TaskOptions) -> None:
     """Raise ValueError for partitions that need labels or another order of the samples."""
-    if options.column is not None:
-        raise ValueError(
-            f"decentralized_data_column={options.column}: use null; text keeps its order"
-        )
-    if options.dirichlet_alpha is not None:
-        raise ValueError(
-            f"decentralized_data_dirichlet_alpha={options.dirichlet_alpha}: use null; text has no "
-            f"labels"
-        )
-    if options.decentralized and options.shuffled_ratio != 0:
-        raise ValueError(
-            f"decentralized_data_shuffled_ratio={options.shuffled_ratio}: use 0; text keeps its "
-            f"order"
-        )
+
+    def require(key: str, value: Any, ok: bool, accepted: str) -> None:
+        checks.check(f"decentralized_data_{key}", value, ok, accepted)
+
+    column, alpha, ratio = options.column, options.dirichlet_alpha, options.shuffled_ratio
+    require("column", column, column is None, "null; text keeps its order")
+    require("dirichlet_alpha", alpha, alpha is None, "null; text has no labels")
+    ok = ratio == 0 or not options.decentralized
+    require("shuffled_ratio", ratio, ok, "0; text keeps its order")
