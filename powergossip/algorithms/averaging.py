@@ -135,12 +135,6 @@ class Incremental(Averaging, Protocol):
         ...
 
 
-def incremental(averaging: Averaging) -> Incremental:
-    """The same rule, which must have increments."""
-    assert isinstance(averaging, Incremental)
-    return averaging
-
-
 def kind_of(averaging: Averaging) -> Kind:
     """The kind of an averaging rule: OTHER unless it has another one."""
     if isinstance(averaging, Weighted):

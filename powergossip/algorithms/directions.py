@@ -82,8 +82,12 @@ class PerDirection:
         return self
 
 
-class Directions:
-    """The directions of one side (row or column space) for all edges and matrices.
+class MatrixSide:
+    """The directions of one side (row or column space) for all edges and matrices, with PyTorch.
+
+    Directions p are as long as a column (side 0) or as a row (side 1) of X. A batched product
+    serves the matrices of one shape. The rows of a product are the directions of all neighbors,
+    hence the transposes: sᵀ = pᵀ X.
 
     A message is [worker, neighbor, M], all directions of that neighbor. Its form does not depend on
     the layout of workers over processes.
@@ -99,8 +103,12 @@ class Directions:
             to wait for the GPU.
     """
 
-    def __init__(self, edges: EdgeConstants, rank: int, stacks: Sequence[tuple[int, int]]):
-        """Directions for stacks of matrices, given as pairs (layers, length)."""
+    other: "MatrixSide"
+
+    def __init__(self, edges: EdgeConstants, rank: int, matrices: Sequence[Stack], side: int):
+        self._matrices, self._side = matrices, side
+        self._matrix_views = TensorCache[list[Tensor]]()
+        stacks = [(stack.layers, (stack.rows, stack.columns)[side]) for stack in matrices]
         workers, neighbors = edges.key.shape
         device, dtype = edges.key.device, edges.weight.dtype
         if workers > 1:  # then a layer is a batch over workers, as in parameters.batches
@@ -329,21 +337,7 @@ class Directions:
         for stack, norm in zip(vectors.stacks, out.stacks, strict=True):
             torch.linalg.vector_norm(stack, dim=-1, out=norm)
 
-
-class MatrixSide(Directions):
-    """A side with PyTorch. A batched product serves the matrices of one shape.
-
-    Directions p are as long as a column (side 0) or as a row (side 1) of X. The rows of a product
-    are the directions of all neighbors, hence the transposes: sᵀ = pᵀ X.
-    """
-
-    other: "MatrixSide"
-
-    def __init__(self, edges: EdgeConstants, rank: int, stacks: Sequence[Stack], side: int):
-        lengths = [(stack.layers, (stack.rows, stack.columns)[side]) for stack in stacks]
-        super().__init__(edges, rank, lengths)
-        self._matrices, self._side = stacks, side
-        self._matrix_views = TensorCache[list[Tensor]]()
+    # --- Products and updates ---
 
     def project(self, x: Tensor, counter: int, round_weights: bool) -> ToEach:
         """p ← orthonormalize(p) and s = Xᵀ p: the message of an iteration.

@@ -145,22 +145,12 @@ class PowerSGDAggregation(Aggregation):
             group.draw(self._side, 0)
 
     @property
-    def steps(self) -> int:
-        """The number of steps since the start, those without compression included."""
-        return self._steps
-
-    @property
-    def elements_sent(self) -> float:
-        """Elements sent for a gradient per step of compression, on average."""
+    def compression_rate(self) -> float:
+        """Elements of a gradient over the elements sent for it per step, on average."""
         sent = float(self._rest_size)
         for group in self._groups:
             sent += group.layers * self._config.elements(group.rows, group.columns)
-        return sent
-
-    @property
-    def compression_rate(self) -> float:
-        """Elements of a gradient over the elements sent for it per step, on average."""
-        return self._size / self.elements_sent
+        return self._size / sent
 
     @property
     def _side(self) -> int:

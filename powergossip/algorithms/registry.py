@@ -189,17 +189,14 @@ def default_rate(
         compressor = _compressor(found, given or {})
         chosen = (given or {}).get("compressor", found["compressor"])
         ok = topology.biased or not rates.diverges(topology, compressor)  # `_unbiased` rejects it
-        checks.check("compressor", chosen, ok, _on_undirected(topology))
+        accepted = (
+            f"another one, such as qsgd, with topology={topology.name}, or an undirected topology; "
+            "on a directed graph, workers move apart with it, at small diffusion rates, too"
+        )
+        checks.check("compressor", chosen, ok, accepted)
         rate = _DEFAULT_RATES[name](topology, layout, compressor, factor)
     lags = name in _DEFAULT_RATES and rates.is_directed(topology)
     return rates.at_most(rate, rates.STABLE * largest, lags)
-
-
-def _on_undirected(topology: Topology) -> str:
-    return (
-        f"another one, such as qsgd, with topology={topology.name}, or an undirected topology; on "
-        "a directed graph, workers move apart with it, at small diffusion rates, too"
-    )
 
 
 def make(name: str, network: Network, layout: Layout, /, **given: Any) -> Averaging:
@@ -234,9 +231,6 @@ def build(name: str, network: Network, layout: Layout, options: Mapping[str, Any
         ValueError: For a bad value, or a directed graph on which it would be biased.
     """
     row = (AVERAGING | CONSENSUS_ONLY)[name]
-    if name in _DEFAULT_RATES and options.get("diffusion_rate") is None:
-        rate = default_rate(name, network.topology, layout, options)
-        options = {**options, "diffusion_rate": rate}
     return _unbiased(name, network, row(network, layout, **options))
 
 

@@ -1,23 +1,24 @@
 """Tasks: data sets, their partition over the workers, models, losses and evaluation.
 
-- registry.py: the tasks by name, and defaults of train.py's keys that depend on them.
+- registry.py: the tasks by name; task_defaults.py: defaults of train.py's keys that depend on them.
 - task.py: the protocol `Task`, and the `TaskOptions` of all tasks.
 - user_task.py, user_datasets.py: a task of the user, made of data sets; loading.py: its samples;
   losses.py, sample_values.py: default losses of its data sets, and their labels.
 - digits.py, fashion_mnist.py, cifar.py, imagenet.py, language.py: the tasks, a module each.
 - images.py, augmentation.py, models.py: image classification, random crops, image models.
 - texts.py, language_models.py: texts as word indices, language models.
-- text.py, documents.py, tokenizers.py: language modeling on documents, their files and tokens.
+- text.py, documents.py: language modeling on documents, and their files; tokenizers.py,
+  token_files.py: their tokens.
 - data_files.py, idx.py: finding, downloading and reading the files of a data set.
 - shards.py: the samples of each worker, IID or non-IID.
 - option_checks.py, modules.py: options of single tasks, construction of models.
 
-A new task of the library is its module, its row in `TASKS`, and maybe a row in `DEFAULTS`, in
-registry.py.
+A new task of the library is its module, its row in `TASKS`, and maybe a row in `DEFAULTS`.
 """
 
-from powergossip.tasks.registry import DEFAULTS, IGNORED, TASKS, defaults, is_in_library, make
+from powergossip.tasks.registry import TASKS, is_in_library, make
 from powergossip.tasks.task import Batch, MainMetric, Split, Task, TaskOptions, main_metric
+from powergossip.tasks.task_defaults import DEFAULTS, IGNORED, defaults
 from powergossip.tasks.user_datasets import Datasets, DatasetTask
 from powergossip.user_functions import is_name
 

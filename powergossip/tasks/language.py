@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from powergossip import checks
 from powergossip.state_trees import sha256
 from powergossip.tasks import modules, option_checks, texts
 from powergossip.tasks.language_models import (
@@ -309,8 +310,16 @@ class LanguageModeling(LanguageTask):
         return -(-n_words // n_streams) if self._padding is not None else n_words // n_streams
 
     def streams(self, split: Split) -> tuple[Tensor, Tensor]:
-        """The text of a split in 64 streams."""
-        return _streams(self.splits[split])
+        """The words of a split and their next words: int64 [N_STREAMS, position].
+
+        The end of the last stream is padded with words 0 and targets `NO_WORD`.
+        """
+        text = self.splits[split]
+        size = -(-(len(text) - 1) // N_STREAMS)
+        words = text.new_zeros(N_STREAMS * size)
+        targets = torch.full_like(words, NO_WORD)
+        words[: len(text) - 1], targets[: len(text) - 1] = text[:-1], text[1:]
+        return words.view(N_STREAMS, size), targets.view(N_STREAMS, size)
 
     def derived(self, means: Mapping[str, float]) -> dict[str, float]:
         """The perplexity, exp of the mean cross-entropy; infinite if it overflows."""
@@ -324,31 +333,14 @@ class LanguageModeling(LanguageTask):
         return None
 
 
-def _streams(text: Tensor) -> tuple[Tensor, Tensor]:
-    """The words of a text and their next words, in parallel streams: int64 [N_STREAMS, position].
-
-    The end of the last stream is padded with words 0 and targets `NO_WORD`.
-    """
-    size = -(-(len(text) - 1) // N_STREAMS)
-    words = text.new_zeros(N_STREAMS * size)
-    targets = torch.full_like(words, NO_WORD)
-    words[: len(text) - 1], targets[: len(text) - 1] = text[:-1], text[1:]
-    return words.view(N_STREAMS, size), targets.view(N_STREAMS, size)
-
-
 def _check_partition(options: TaskOptions) -> None:
     """Raise ValueError for partitions that need labels or another order of the samples."""
-    if options.column is not None:
-        raise ValueError(
-            f"decentralized_data_column={options.column}: use null; text keeps its order"
-        )
-    if options.dirichlet_alpha is not None:
-        raise ValueError(
-            f"decentralized_data_dirichlet_alpha={options.dirichlet_alpha}: use null; text has no "
-            f"labels"
-        )
-    if options.decentralized and options.shuffled_ratio != 0:
-        raise ValueError(
-            f"decentralized_data_shuffled_ratio={options.shuffled_ratio}: use 0; text keeps its "
-            f"order"
-        )
+
+    def require(key: str, value: Any, ok: bool, accepted: str) -> None:
+        checks.check(f"decentralized_data_{key}", value, ok, accepted)
+
+    column, alpha, ratio = options.column, options.dirichlet_alpha, options.shuffled_ratio
+    require("column", column, column is None, "null; text keeps its order")
+    require("dirichlet_alpha", alpha, alpha is None, "null; text has no labels")
+    ok = ratio == 0 or not options.decentralized
+    require("shuffled_ratio", ratio, ok, "0; text keeps its order")

@@ -1,6 +1,6 @@
-"""Tasks by name: `TASKS`, and the defaults of the configuration that depend on them."""
+"""Tasks by name: `TASKS`."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,45 +18,7 @@ TASKS: dict[str, Callable[[TaskOptions], Task]] = {
     "LSTM": language.task,
     "Text": text.task,
 }
-# The keys of train.py whose defaults depend on the task: their defaults for any task, and the
-# different ones of single tasks.
-GENERAL_DEFAULTS: Mapping[str, Any] = {
-    "task_architecture": "CNN",
-    "batch_size": 16,
-    "num_epochs": 40,
-    "learning_rate": 0.02,
-    "lr_schedule_milestones": [[30.0, 0.1]],
-    "momentum": 0.9,
-    "weight_decay": 0.0001,
-    "gradient_clipping": None,
-}
-DEFAULTS: dict[str, Mapping[str, Any]] = {
-    "Digits": {},
-    "FashionMNIST": fashion_mnist.DEFAULTS,
-    "Cifar": cifar.DEFAULTS,
-    "Cifar100": cifar.DEFAULTS,
-    "ImageNet": imagenet.DEFAULTS,
-    "LSTM": language.DEFAULTS,
-    "Text": text.DEFAULTS,
-}
-# The keys of train.py that have no effect on a task, by task.
-IGNORED: dict[str, tuple[str, ...]] = {"LSTM": ("reshuffle_data", "use_decentralized_data")}
 _IN_LIBRARY = frozenset(TASKS)  # not a row that a driver has added
-
-
-def defaults(name: str) -> dict[str, Any]:
-    """Key of train.py → its default for a task.
-
-    For a user's task, task_architecture is None: the task's first architecture.
-
-    Raises:
-        ValueError: For an unknown name.
-    """
-    if is_name(name):
-        given = user_task.defaults(name, GENERAL_DEFAULTS)
-        return {**GENERAL_DEFAULTS, "task_architecture": None, **given}
-    _check_name(name)
-    return {**GENERAL_DEFAULTS, **DEFAULTS.get(name, {})}
 
 
 def make(
@@ -85,7 +47,7 @@ def make(
             folder that does not exist, and data that are missing or damaged.
     """
     if not is_name(name):
-        _check_name(name)
+        check_name(name)
     processes = options.get("data_processes", 0)
     if processes and name in _IN_LIBRARY:
         raise ValueError(
@@ -106,7 +68,8 @@ def is_in_library(name: str, architecture: str | None) -> bool:
     return name in _IN_LIBRARY and not is_name(architecture)
 
 
-def _check_name(name: str) -> None:
+def check_name(name: str) -> None:
+    """Raise ValueError for a name that is no row."""
     if name not in TASKS:
         raise ValueError(
             f'task "{name}" is unknown; choose from {", ".join(TASKS)}, or use '

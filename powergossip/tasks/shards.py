@@ -4,7 +4,6 @@ IID, sorted by label, with label proportions from a Dirichlet distribution, or b
 """
 
 import heapq
-import math
 from collections import OrderedDict
 from collections.abc import Collection, Hashable, Sequence
 
@@ -60,11 +59,15 @@ class Partition:
                 column, n_workers, generator(options.seed, "groups")
             )
             smallest = int(np.diff(self._bounds).min())
-            _check_batch_size(options, smallest, "the smallest shard")
+            accepted = f"{smallest} or less; the smallest shard has {smallest} samples"
+            checks.check("batch_size", options.batch_size, options.batch_size <= smallest, accepted)
         elif options.dirichlet_alpha is not None:
-            _check_alpha(options.dirichlet_alpha, options.decentralized)
+            key, alpha = "decentralized_data_dirichlet_alpha", options.dirichlet_alpha
+            checks.positive(key, alpha)
+            accepted = "null with use_decentralized_data=true"
+            checks.check(key, alpha, not options.decentralized, accepted)
             random = generator(options.seed, "dirichlet")
-            self._fixed = skewed_by_label(labels, self._bounds, options.dirichlet_alpha, random)
+            self._fixed = skewed_by_label(labels, self._bounds, alpha, random)
         elif options.decentralized:
             self._fixed = sorted_by_label(
                 labels, options.shuffled_ratio, generator(options.seed, "decentralize")
@@ -226,11 +229,9 @@ def sorted_by_label(
     Indices are sampled without replacement, and the samples at these indices are permuted
     uniformly. Raises ValueError if the fraction `shuffled_ratio` is not in [0, 1].
     """
-    if not 0 <= shuffled_ratio <= 1:
-        raise ValueError(
-            f"decentralized_data_shuffled_ratio={shuffled_ratio}: use a number from 0 to 1, where "
-            "0 is sorted by label and 1 is shuffled"
-        )
+    key, ok = "decentralized_data_shuffled_ratio", 0 <= shuffled_ratio <= 1
+    accepted = "a number from 0 to 1, where 0 is sorted by label and 1 is shuffled"
+    checks.check(key, shuffled_ratio, ok, accepted)
     order = labels.cpu().numpy().argsort(kind="stable")
     shuffled = random.choice(len(order), round(shuffled_ratio * len(order)), replace=False)
     order[np.sort(shuffled)] = order[shuffled]
@@ -338,23 +339,6 @@ def _log_gamma_variates(alpha: float, count: int, random: np.random.Generator) -
     alpha = float(np.clip(alpha, 1e-300, 1e300))  # the same distribution, without overflow
     uniform = 1 - random.random(count)  # never 0
     return np.log(random.standard_gamma(alpha + 1, count)) + np.log(uniform) / alpha
-
-
-def _check_alpha(alpha: float, decentralized: bool) -> None:
-    if not (alpha > 0 and math.isfinite(alpha)):
-        raise ValueError(f"decentralized_data_dirichlet_alpha={alpha}: use a number above 0")
-    if decentralized:
-        raise ValueError(
-            f"decentralized_data_dirichlet_alpha={alpha}: use null with use_decentralized_data=true"
-        )
-
-
-def _check_batch_size(options: TaskOptions, smallest: int, place: str) -> None:
-    if options.batch_size > smallest:
-        raise ValueError(
-            f"batch_size={options.batch_size}: use {smallest} or less; {place} has {smallest} "
-            "samples"
-        )
 
 
 def _check_column(options: TaskOptions, column: Sequence[Hashable] | None) -> None:

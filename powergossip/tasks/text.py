@@ -17,13 +17,14 @@ from torch import Tensor, nn
 
 from powergossip.checks import BadValue
 from powergossip.randomness import torch_seed
-from powergossip.tasks import documents, modules, option_checks, tokenizers
+from powergossip.tasks import documents, modules, option_checks, token_files
 from powergossip.tasks.language import MODEL_OPTIONS, LanguageTask
 from powergossip.tasks.language_models import SMALL_ARCHITECTURES, LanguageModel
 from powergossip.tasks.loading import on_device
 from powergossip.tasks.shards import NOBODY, Partition
 from powergossip.tasks.task import Batch, MainMetric, Split, Task, TaskOptions
-from powergossip.tasks.tokenizers import END, TokenFile
+from powergossip.tasks.token_files import TokenFile
+from powergossip.tasks.tokenizers import END
 
 TOPIC = "topic"  # the column of a partition
 SAMPLE_TOKENS, TEMPERATURE = 400, 0.8  # of the text at the end of a run
@@ -71,7 +72,7 @@ def task(options: TaskOptions) -> Task:
     length, most = given.pop("sequence_length", 128), given.pop("evaluation_tokens", 2**16)
     prompt = given.pop("sample", None)
     found = documents.find(dataset, options.data_dir)
-    return Text(tokenizers.load(found, tokenizer, options), length, options, given, most, prompt)
+    return Text(token_files.load(found, tokenizer, options), length, options, given, most, prompt)
 
 
 class Text(LanguageTask):

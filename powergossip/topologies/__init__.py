@@ -26,7 +26,6 @@ from powergossip.topologies.registry import make as make
 from powergossip.topologies.registry import name_of as name_of
 from powergossip.topologies.static import (
     UNDIRECTED,
-    WEIGHTS,
     binary_tree,
     chain,
     double_binary_tree,
@@ -53,7 +52,13 @@ from powergossip.topologies.time_varying import (
     round_robin,
 )
 from powergossip.topologies.topology import Round, Topology, Tree
-from powergossip.topologies.weights import Weights, best_constant, metropolis_hastings, uniform
+from powergossip.topologies.weights import (
+    WEIGHTS,
+    Weights,
+    best_constant,
+    metropolis_hastings,
+    uniform,
+)
 
 __all__ = [
     "TOPOLOGIES",

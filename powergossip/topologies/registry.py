@@ -11,7 +11,6 @@ from powergossip.registry_options import are_of_library, check, import_row
 from powergossip.topologies.graph_files import from_file, is_path
 from powergossip.topologies.static import (
     UNDIRECTED,
-    WEIGHTS,
     equi_static,
     exponential,
     undirected,
@@ -26,7 +25,7 @@ from powergossip.topologies.time_varying import (
     round_robin,
 )
 from powergossip.topologies.topology import Topology
-from powergossip.topologies.weights import Weights
+from powergossip.topologies.weights import WEIGHTS, Weights
 
 TOPOLOGIES: dict[str, Callable[..., Topology]] = {  # name → function(n_workers, seed, **options)
     **UNDIRECTED,

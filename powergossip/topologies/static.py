@@ -10,15 +10,11 @@ from scipy.sparse import csr_array
 
 from powergossip import checks, randomness
 from powergossip.topologies.topology import Round, Topology, Tree, check_connected
-from powergossip.topologies.weights import Weights, best_constant, metropolis_hastings
+from powergossip.topologies.weights import Weights, metropolis_hastings
 
 if TYPE_CHECKING:
     from networkx import Graph
 
-WEIGHTS: dict[str, Weights] = {  # name → weights of an undirected graph
-    "metropolis": metropolis_hastings,
-    "constant": best_constant,
-}
 MOST_EDGES = 4 * 10**7  # gigabytes
 EQUI_SAMPLES = 100  # of the shifts of `equi_static`
 
@@ -235,10 +231,8 @@ def equi_static(n_workers: int, seed: int, *, degree: int | None = None) -> Topo
         return Topology("equi-static", (circulant(1, []),))
     if degree is None:
         degree = (n_workers - 1).bit_length()
-    if not 1 <= degree < n_workers:
-        raise ValueError(
-            f"topology_options.degree={degree}: use 1 or more, less than n_workers={n_workers}"
-        )
+    accepted = f"1 or more, less than n_workers={n_workers}"
+    checks.check("topology_options.degree", degree, 1 <= degree < n_workers, accepted)
     check_degree(n_workers, degree)
     best, smallest = np.arange(0), math.inf
     for sample in range(EQUI_SAMPLES):
@@ -306,13 +300,11 @@ def watts_strogatz(
         degree = min(4, (n_workers - 1) // 2 * 2)
         if n_workers <= 2:
             return from_edges(name, n_workers, _path(n_workers), weights)
-    if degree % 2 or not 2 <= degree < n_workers:
-        raise ValueError(
-            f"topology_options.degree={degree}: use an even number of 2 or more, less than "
-            f"n_workers={n_workers}"
-        )
-    if not 0 <= rewiring <= 1:
-        raise ValueError(f"topology_options.rewiring={rewiring}: use a number from 0 to 1")
+    ok = degree % 2 == 0 and 2 <= degree < n_workers
+    accepted = f"an even number of 2 or more, less than n_workers={n_workers}"
+    checks.check("topology_options.degree", degree, ok, accepted)
+    ok = 0 <= rewiring <= 1
+    checks.check("topology_options.rewiring", rewiring, ok, "a number from 0 to 1")
     check_degree(n_workers, degree)
     import networkx as nx
 
@@ -341,11 +333,9 @@ def random_regular(
     name = "random-regular"
     if degree is None:
         degree = min(4, n_workers - 1)
-    if not 0 <= degree < n_workers or n_workers * degree % 2:
-        raise ValueError(
-            f"topology_options.degree={degree}: use less than n_workers={n_workers}, with an even "
-            f"product of the two"
-        )
+    ok = 0 <= degree < n_workers and n_workers * degree % 2 == 0
+    accepted = f"less than n_workers={n_workers}, with an even product of the two"
+    checks.check("topology_options.degree", degree, ok, accepted)
     check_degree(n_workers, degree)
     import networkx as nx
 

@@ -129,11 +129,9 @@ def epidemic(n_workers: int, seed: int, *, s: int | None = None, period: int = 1
     """
     if s is None:
         s = min(2, n_workers - 1)
-    elif not 1 <= s < n_workers:
-        raise ValueError(
-            f"topology_options.s={s}: use a whole number of 1 or more, less than "
-            f"n_workers={n_workers}"
-        )
+    else:
+        accepted = f"a whole number of 1 or more, less than n_workers={n_workers}"
+        checks.check("topology_options.s", s, 1 <= s < n_workers, accepted)
 
     def sample(generator: np.random.Generator) -> Round:
         targets = _distinct(generator, n_workers - 1, (n_workers, s))

@@ -52,3 +52,9 @@ def best_constant(adjacency: csr_array) -> csr_array:
     weight = min(2 / sum(spectra.extremes(laplacian)), 1 / float(degree.max()))
     # Rounded, so that processes on different machines have the same weights.
     return csr_array(adjacency * math.floor(weight * GRID) / GRID)
+
+
+WEIGHTS: dict[str, Weights] = {  # by name
+    "metropolis": metropolis_hastings,
+    "constant": best_constant,
+}

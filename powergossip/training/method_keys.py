@@ -153,10 +153,10 @@ def groups(titled: dict[str, Options]) -> dict[str, dict[str, tuple[Any, str]]]:
 
 def task_defaults() -> str:
     """Return the keys that depend on the task, as key=value in a paragraph for each task."""
-    registry = names("powergossip.tasks.registry")
+    tasks = names("powergossip.tasks.task_defaults")
     lines = ["defaults of each task:"]
-    for name, different in registry.DEFAULTS.items():
-        values = (registry.GENERAL_DEFAULTS | different).items()
+    for name, different in tasks.DEFAULTS.items():
+        values = (tasks.GENERAL_DEFAULTS | different).items()
         text = " ".join([f"  {name}:", *(f"{key}={as_written(value)}" for key, value in values)])
         lines += textwrap.wrap(text, 100, subsequent_indent="    ", break_on_hyphens=False)
     return "\n".join(lines)

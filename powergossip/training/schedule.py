@@ -1,4 +1,4 @@
-"""The learning rate of a step. Defaults of tasks: tasks/registry.py."""
+"""The learning rate of a step. Defaults of tasks: tasks/task_defaults.py."""
 
 import math
 

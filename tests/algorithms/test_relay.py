@@ -69,6 +69,19 @@ def test_models_are_means_of_old_models(topology: str) -> None:
                 assert (problem.x[i, part] - torch.stack(old).mean(0)).abs().max() < 1e-14
 
 
+@pytest.mark.parametrize("averaging", ["plain", "sign"])
+def test_a_worker_alone_does_sgd(averaging: str) -> None:
+    """Also after its state is restored in another rule."""
+    problem, expected = Quadratics(1), Quadratics(1)
+    for _ in range(2):
+        rule = rule_of("relay-sgd", averaging, problem, 0.1, "chain")
+        train(rule, problem, 2)
+    rule.load_state_dict(rule.state_dict())
+    train(rule, problem, 2)
+    train(rule_of("dpsgd", "plain", expected, 0.1, "chain"), expected, 6)
+    torch.testing.assert_close(problem.x, expected.x)
+
+
 @pytest.mark.parametrize("topology", TREES)
 def test_any_start_reaches_a_common_model(topology: str) -> None:
     problem = scattered()

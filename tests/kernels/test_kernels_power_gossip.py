@@ -8,7 +8,7 @@ from torch import Tensor
 
 from powergossip import algorithms, kernels, topologies
 from powergossip.algorithms.compiled_directions import CompiledSide, compiled_sides
-from powergossip.algorithms.directions import Directions, EdgeConstants
+from powergossip.algorithms.directions import EdgeConstants, MatrixSide
 from powergossip.network import Conversation, Network, Processes
 from powergossip.parameters import Layout
 
@@ -91,7 +91,7 @@ def test_random_directions_are_those_of_pytorch() -> None:
     network, layout = alone("star", 5), Layout([(300, 400), (50, 60)])
     ours = compiled(network, 2, layout)[0]
     edges = EdgeConstants(network, network.slots, 1.0, 3)
-    theirs = Directions(edges, 2, [(1, min(stack.rows, 300)) for stack in layout.compressible(2)])
+    theirs = MatrixSide(edges, 2, layout.compressible(2), side=0)
     for counter in (0, 7, 2**31 - 1):
         ours.draw(counter)
         theirs.draw(counter)

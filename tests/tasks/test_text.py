@@ -24,10 +24,11 @@ from powergossip import tasks
 from powergossip.errors import BadInput
 from powergossip.network import processes
 from powergossip.runs import figures, metrics
-from powergossip.tasks import documents, tokenizers
+from powergossip.tasks import documents, token_files
 from powergossip.tasks.language_models import LanguageModel, State
 from powergossip.tasks.text import Text
-from powergossip.tasks.tokenizers import END, BytePairs, Bytes, TokenFile, Tokenizer
+from powergossip.tasks.token_files import TokenFile
+from powergossip.tasks.tokenizers import END, BytePairs, Bytes, Tokenizer
 from powergossip.training.config_checks import checked
 from powergossip.training.trainer import Trainer
 from tests.harness import launch
@@ -156,7 +157,7 @@ def tokenizer(request: pytest.FixtureRequest) -> str:
 
 def test_files_of_tokens_have_all_documents_by_split_and_topic(texts: Path, tokenizer: str) -> None:
     found = documents.find(str(texts), None)
-    file = tokenizers.load(found, tokenizer, options(task="Text", validation_ratio=0.3))
+    file = token_files.load(found, tokenizer, options(task="Text", validation_ratio=0.3))
     for split, names in found.splits(0.3).items():
         topics = [piece.topic for piece in file.pieces[split]]
         assert topics == sorted(set(topics))
@@ -175,7 +176,7 @@ def test_files_of_tokens_have_all_documents_by_split_and_topic(texts: Path, toke
 def test_an_epoch_has_each_token_once(texts: Path) -> None:
     """Up to the ends of topics, shorter than a sequence, and the last batch of an epoch."""
     task = make(texts, n_workers=1, batch_size=1)
-    file = tokenizers.load(documents.find(str(texts), None), "bytes", options(task="Text"))
+    file = token_files.load(documents.find(str(texts), None), "bytes", options(task="Text"))
     batches = [task.batch(0, 0, step) for step in range(task.steps_per_epoch)]
     assert all(torch.equal(w[:, 1:], t[:, :-1]) and bool(f) for w, t, f in batches)
     found = Counter(torch.cat([t.flatten() for _, t, _ in batches]).tolist())
@@ -241,7 +242,7 @@ def test_bits_per_byte_are_the_code_length_of_the_evaluated_text(
     texts: Path, tokenizer: str, most: int
 ) -> None:
     task = make(texts, task_options={"tokenizer": tokenizer, "evaluation_tokens": most})
-    file = tokenizers.load(documents.find(str(texts), None), tokenizer, options(task="Text"))
+    file = token_files.load(documents.find(str(texts), None), tokenizer, options(task="Text"))
     p = torch.rand(len(file.tokenizer.byte_counts)).softmax(0)
     model = Constant(p)
     everything, _ = make(texts, task_options={"tokenizer": tokenizer}).streams("test")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from powergossip import checks
-from powergossip.algorithms.averaging import Averaging, Kind, begin_at, incremental
+from powergossip.algorithms.averaging import Averaging, Incremental, Kind, begin_at
 from powergossip.algorithms.difference_code import DifferenceCode
 from powergossip.algorithms.learning.interface import Correction
 from powergossip.network import Conversation, Exchange, Network
@@ -280,7 +280,8 @@ class GossipRule:
         if type(self).add is not GossipRule.add:
             if self._increment is None:
                 self._increment = torch.zeros_like(variables)
-            yield from incremental(self._averaging).increment(variables, self._increment)
+            assert isinstance(self._averaging, Incremental)
+            yield from self._averaging.increment(variables, self._increment)
             self.add(self._increment)
             return
         yield from self._averaging.step(variables)

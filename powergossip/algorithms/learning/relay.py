@@ -4,7 +4,8 @@ Messages are uncompressed over plain gossip. Over CHOCO-Gossip they are compress
 compressor and public copies.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from powergossip import checks, topologies
-from powergossip.algorithms.averaging import Averaging, Kind
+from powergossip.algorithms.averaging import Kind
 from powergossip.algorithms.compressed_gossip import ChocoGossip
 from powergossip.algorithms.learning.gossip_rule import (
     WITHOUT_COPIES,
@@ -78,19 +79,17 @@ class RelaySGD(GossipRule):
         assert found is not None, f"{self._network.topology.name} has no trees"
         trees = found or ((),)  # a single worker
         self._coordinates = [slice(k, None, len(trees)) for k in range(len(trees))]
+        make: Callable[..., Relay] = Relay
+        if isinstance(averaging, ChocoGossip):
+            make = partial(CompressedRelay, layout=self._layout, codec=averaging.codec)
         self._relays = [
-            self._relay(tree, self._x[:, coordinates], averaging)
+            make(self._network, tree, self._x[:, coordinates])
             for tree, coordinates in zip(trees, self._coordinates, strict=True)
         ]
         self._corrections = [
             slowdown(tree, self._network.n_workers) if correction == "auto" else float(correction)
             for tree in trees
         ]
-
-    def _relay(self, tree: Tree, x: Tensor, averaging: Averaging) -> "Relay":
-        if isinstance(averaging, ChocoGossip):
-            return CompressedRelay(self._network, tree, x, self._layout, averaging.codec)
-        return Relay(self._network, tree, x)
 
     def update(self, u: Tensor | None) -> None:
         assert u is not None
@@ -110,13 +109,17 @@ class RelaySGD(GossipRule):
         """For each tree, the last messages received [worker, neighbor, 1 + coordinate], and the
         public copies of compressed ones."""
         state: dict[str, Any] = {"received": [relay.received for relay in self._relays]}
-        return state | self._relays[0].copies_state()
+        first = self._relays[0]
+        return state | ({"steps": first.steps, **first.copies} if first.copies else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state returned by `state_dict()`."""
         for relay, received in zip(self._relays, state["received"], strict=True):
             relay.received.copy_(received)
-        self._relays[0].load_copies_state(state)
+        first = self._relays[0]
+        first.steps = state.get("steps", 0)
+        for name, copy in first.copies.items():
+            copy.copy_(state[name])
 
 
 class Relay:
@@ -126,10 +129,14 @@ class Relay:
 
     Attributes:
         received: Messages m' [worker, neighbor, 1 + coordinate], 0 in padded slots.
+        steps: Number of steps.
+        copies: Public copies of compressed messages, by name [worker, neighbor, D].
     """
 
     def __init__(self, network: Network, tree: Tree, x: Tensor):
         self._n, self._x = network.n_workers, x
+        self.steps = 0
+        self.copies: dict[str, Tensor] = {}
         self._edges = network.edges_of(
             topologies.undirected("tree", _graph(tree, self._n)).round(0)
         )
@@ -167,13 +174,7 @@ class Relay:
             total += m[:, j]
         total += self._own.mul_(self._n - total[:, :1])
         self._x.copy_(total[:, 1:]).div_(self._n)
-
-    def copies_state(self) -> dict[str, Any]:
-        """The state of compressed messages."""
-        return {}
-
-    def load_copies_state(self, state: Mapping[str, Any]) -> None:
-        """Restore the state returned by `copies_state()`."""
+        self.steps += 1
 
 
 class CompressedRelay(Relay):
@@ -195,17 +196,17 @@ class CompressedRelay(Relay):
 
     def __init__(self, network: Network, tree: Tree, x: Tensor, layout: Layout, codec: Codec):
         super().__init__(network, tree, x)
-        hosted, slots = self._outgoing.shape[:2]
+        hosted, slots, _ = self._outgoing.shape
         ids = [worker for worker in network.workers for _ in range(slots)]
         self._own_ids = torch.tensor(ids, dtype=torch.int64, device=x.device)
-        neighbors = torch.from_numpy(self._edges.neighbors).to(x.device)
-        self._neighbors = neighbors.reshape(hosted, -1)
+        self._neighbors = torch.from_numpy(self._edges.neighbors).to(x.device)
         self._codec = Codec(layout, codec.compressor, ids, codec.seed, x.device)
-        self._sent_copies = x.new_zeros(hosted * slots, x.shape[1])
+        sent = x.new_zeros(hosted, slots, x.shape[1])
+        self._sent_copies = sent.flatten(0, 1)
         self._received_copies = x.new_zeros(*self._neighbors.shape, x.shape[1])
+        self.copies = {"sent_copies": sent, "received_copies": self._received_copies}
         size = self._COUNT + self._codec.size
         self._message = torch.zeros(hosted, slots, size, dtype=torch.uint8, device=x.device)
-        self._steps = 0
 
     def message(self) -> ToEach:
         """The number of models and their mean, at first uncompressed, then as q_ij."""
@@ -213,20 +214,20 @@ class CompressedRelay(Relay):
         counts, sums = self._outgoing[..., :1], self._outgoing[..., 1:]
         sums /= counts.clamp_min(1)
         means = sums.flatten(0, 1)
-        if self._steps == 0:
+        if self.steps == 0:
             self._sent_copies.copy_(means)
             return uncompressed
-        codec, t = self._codec, self._steps
+        codec, t = self._codec, self.steps
         q = codec.encode(means, t, minus=self._sent_copies)
         self._sent_copies += codec.decode(q, self._own_ids, t)
         as_bytes = counts.to(torch.int32).view(torch.uint8)
         self._message[..., : self._COUNT] = as_bytes
-        self._message[..., self._COUNT :] = q.view(*counts.shape[:2], -1)
+        self._message[..., self._COUNT :] = q.view(*counts.shape[:2], codec.size)
         return ToEach(self._message, self._edges)
 
     def receive(self, m: Tensor) -> None:
         m[self._padded] = 0
-        if self._steps == 0:
+        if self.steps == 0:
             counts = m[..., :1].clone()
             self._received_copies.copy_(m[..., 1:])
         else:
@@ -234,21 +235,8 @@ class CompressedRelay(Relay):
             as_bytes = m[..., : self._COUNT].clone(memory_format=torch.contiguous_format)
             counts = as_bytes.view(torch.int32).to(self._x)
             q = m[..., self._COUNT :].contiguous()
-            self._received_copies += self._codec.decode(q, self._neighbors, self._steps)
-        self._steps += 1
+            self._received_copies += self._codec.decode(q, self._neighbors, self.steps)
         super().receive(torch.cat([counts, counts * self._received_copies], -1))
-
-    def copies_state(self) -> dict[str, Any]:
-        """steps, and m̂ of the messages sent and received [worker, neighbor, D]."""
-        sent = self._sent_copies.view(*self._outgoing.shape[:2], -1)
-        copies = {"sent_copies": sent, "received_copies": self._received_copies}
-        return {"steps": self._steps, **copies}
-
-    def load_copies_state(self, state: Mapping[str, Any]) -> None:
-        """Restore the state returned by `copies_state()`."""
-        self._steps = state["steps"]
-        self._sent_copies.copy_(state["sent_copies"].flatten(0, 1))
-        self._received_copies.copy_(state["received_copies"])
 
 
 def slowdown(tree: Tree, n_workers: int) -> float:
