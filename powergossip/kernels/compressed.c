@@ -29,12 +29,6 @@ typedef struct {
     int32_t *keys;      /* scratch memory: 3 × the length of the longest tensor */
 } Plan;
 
-static inline float load_float(const u8 *from) {
-    float value;
-    memcpy(&value, from, sizeof value);
-    return value;
-}
-
 static inline void store_float(u8 *to, float value) { memcpy(to, &value, sizeof value); }
 
 /* ---- Levels as one little-endian string of bits. See compressors/packing.py. ---- */
@@ -101,6 +95,8 @@ static void pack(u8 *restrict message, i64 bit, const u8 *restrict level, i64 co
     }
 }
 
+#define ONES 0x0101010101010101u
+
 /* The levels from bit `bit` on. Writes up to 7 levels more. */
 static void unpack(u8 *restrict level, const u8 *restrict message, i64 bit, i64 count, int bits) {
     if (bits == 8) {
@@ -118,24 +114,13 @@ static void unpack(u8 *restrict level, const u8 *restrict message, i64 bit, i64 
             word = 0;
             for (int j = 0; from + j < end; j++) word |= (u64)from[j] << 8 * j;
         }
-        word = opened(word >> shift & all, s);
+        word = word >> shift & all;
+        if (bits == 1) /* bit i alone in byte i, then 1 or 0 */
+            word = ((word * ONES & 0x8040201008040201u) + 127 * ONES) >> 7 & ONES;
+        else
+            word = opened(word, s);
         memcpy(level + i, &word, 8);
     }
-}
-
-/* out[i] = ± value, with the signs of the bits from `bit` on. */
-static void signed_by_bits(float *restrict out, const u8 *message, i64 bit, i64 count, float value) {
-    const u8 *from = message + bit / 8;
-    int shift = (int)(bit % 8);
-    i64 bytes = (shift + count + 7) / 8;
-    u8 aligned[BLOCK / 8 + 1], one[BLOCK + 8]; /* bit i alone, in byte i */
-    for (i64 i = 0; i < bytes - 1; i++) aligned[i] = (u8)((from[i] | from[i + 1] << 8) >> shift);
-    aligned[bytes - 1] = from[bytes - 1] >> shift;
-    for (i64 i = 0; i < (count + 7) / 8; i++) {
-        u64 eight = (aligned[i] * 0x0101010101010101u) & 0x8040201008040201u;
-        memcpy(one + 8 * i, &eight, 8);
-    }
-    for (i64 i = 0; i < count; i++) out[i] = one[i] ? value : -value;
 }
 
 /* ---- C(v) of a few elements, for compressors that send something for every one. ---- */
@@ -146,12 +131,12 @@ static void decode(
 ) {
     float first = load_float(message + t->floats);
     i64 bit = t->rest + from * t->width;
-    if (plan->kind == SIGN_AND_NORM) {
-        signed_by_bits(out, message, bit, count, first);
-        return;
-    }
     u8 level[BLOCK + 8];
     unpack(level, message, bit, count, (int)t->width);
+    if (plan->kind == SIGN_AND_NORM) {
+        for (i64 i = 0; i < count; i++) out[i] = level[i] ? first : -first;
+        return;
+    }
     float factor = first * t->factor;
     for (i64 i = 0; i < count; i++) out[i] = ((float)level[i] - t->levels) * factor;
 }
@@ -178,21 +163,14 @@ static inline float again(Source s, i64 i) { return s.difference ? s.x[i] - s.p[
 
 /* ---- Encoding ---- */
 
-static float sum_of_magnitudes(const float *restrict v, i64 count) {
+/* Σ |v|^power, for a power of 1 or 2. */
+static inline float sum_of_powers(const float *restrict v, i64 count, const int power) {
     float lane[LANES] = {0};
+#define ADD(x, l) lane[l] += power == 1 ? fabsf(x) : (x) * (x)
     i64 i = 0;
     for (; i + LANES <= count; i += LANES)
-        for (int l = 0; l < LANES; l++) lane[l] += fabsf(v[i + l]);
-    for (int l = 0; i + l < count; l++) lane[l] += fabsf(v[i + l]);
-    return sum(load(lane));
-}
-
-static float sum_of_squares(const float *restrict v, i64 count) {
-    float lane[LANES] = {0};
-    i64 i = 0;
-    for (; i + LANES <= count; i += LANES)
-        for (int l = 0; l < LANES; l++) lane[l] += v[i + l] * v[i + l];
-    for (int l = 0; i + l < count; l++) lane[l] += v[i + l] * v[i + l];
+        for (int l = 0; l < LANES; l++) ADD(v[i + l], l);
+    for (int l = 0; i + l < count; l++) ADD(v[i + l], l);
     return sum(load(lane));
 }
 
@@ -203,7 +181,7 @@ static void encode_signs(const Tensor *t, Source s, u8 *message) {
     for (i64 from = 0; from < t->length; from += BLOCK) {
         i64 count = smaller(BLOCK, t->length - from);
         first_read(s, t->start + from, count, v);
-        sum += sum_of_magnitudes(v, count);
+        sum += sum_of_powers(v, count, 1);
         for (i64 i = 0; i < count; i++) level[i] = v[i] >= 0;
         memset(level + count, 0, 8);
         pack(message, t->rest + from, level, count, 1);
@@ -218,7 +196,7 @@ static void encode_qsgd(const Tensor *t, Source s, u64 key, u64 counter, u8 *mes
     for (i64 from = 0; from < t->length; from += BLOCK) {
         i64 count = smaller(BLOCK, t->length - from);
         first_read(s, t->start + from, count, v);
-        sum += sum_of_squares(v, count);
+        sum += sum_of_powers(v, count, 2);
     }
     float norm = (float)sqrt(sum);
     store_float(message + t->floats, norm);
@@ -334,11 +312,7 @@ static void encode_positions(const Plan *plan, const Tensor *t, Source s, u8 *me
     for (i64 from = 0; from < t->length; from += BLOCK) {
         i64 count = smaller(BLOCK, t->length - from);
         first_read(s, t->start + from, count, v);
-        const int32_t *words = (const int32_t *)v;
-        for (i64 i = 0; i < count; i++) {
-            int32_t key = words[i] & 0x7FFFFFFF;
-            most = key > most ? key : most;
-        }
+        for (i64 i = 0; i < count; i++) most = key_of(v[i]) > most ? key_of(v[i]) : most;
     }
     float zero = most < 0x7F800000 ? 0 : NAN;
     for (i64 k = 0; k < t->kept; k++)
@@ -440,18 +414,20 @@ static void add_sparse(
 
 static int sparse(const Plan *plan) { return plan->kind >= TOP_K; }
 
-/* δ ← δ − C(v) */
-static void keep_error(const Plan *plan, const Tensor *t, const u8 *message, float *error) {
+/* out ← out + factor C(v) for the elements from … from + count − 1 of a tensor, at most BLOCK. A
+   sparse C(v) is added as a whole, with the first of them. */
+static void add(
+    const Plan *plan, const Tensor *t, const u8 *message, i64 from, i64 count, float factor,
+    float *restrict out
+) {
     if (sparse(plan)) {
-        add_sparse(plan, t, message, -1, error);
+        if (from == 0) add_sparse(plan, t, message, factor, out);
         return;
     }
-    float own[BLOCK];
-    for (i64 from = 0; from < t->length; from += BLOCK) {
-        i64 count = smaller(BLOCK, t->length - from);
-        decode(plan, t, message, from, count, own);
-        for (i64 i = 0; i < count; i++) error[t->start + from + i] -= own[i];
-    }
+    float q[BLOCK];
+    decode(plan, t, message, from, count, q);
+    out += t->start + from;
+    for (i64 i = 0; i < count; i++) out[i] += factor * q[i];
 }
 
 /* The messages of all rows [row, bytes]: C(x − p), or C(v) of v = p + x with p ← v − C(v). */
@@ -469,15 +445,16 @@ void compressed_encode(
             case TOP_K: encode_top_k(plan, t, s, to); break;
             case AT_POSITIONS: encode_positions(plan, t, s, to); break;
             }
-            if (!difference) keep_error(plan, t, to, s.p);
+            for (i64 from = 0; from < t->length && !difference; from += BLOCK) /* δ ← δ − C(v) */
+                add(plan, t, to, from, smaller(BLOCK, t->length - from), -1, s.p);
         }
     }
 }
 
 /* x ← x + Σ_j r_ij (x̂_j − x̂_i) for at most BLOCK elements of a worker. */
 static void add_flow(
-    const Plan *plan, i64 from, i64 count, i64 slots, const float *rates, const float *own,
-    const float *others, float *restrict x
+    const Plan *plan, i64 from, i64 count, i64 slots, const float *rates, const float *restrict own,
+    const float *restrict others, float *restrict x
 ) {
     float sum[BLOCK] = {0};
     for (i64 slot = 0; slot < slots; slot++) {
@@ -489,114 +466,37 @@ static void add_flow(
     for (i64 i = 0; i < count; i++) x[from + i] += sum[i];
 }
 
-/* flow = Σ_j r_ij (x̂_j − x̂_i) [row, D] */
-void choco_flow(
-    const Plan *plan, i64 slots, const float *rates, const float *public, const float *publics,
-    float *flow
-) {
-    i64 elements = plan->elements;
-    memset(flow, 0, plan->rows * elements * sizeof(float));
-    for (i64 row = 0; row < plan->rows; row++)
-        for (i64 from = 0; from < elements; from += BLOCK)
-            add_flow(
-                plan, from, smaller(BLOCK, elements - from), slots, rates + row * slots,
-                public + row * elements, publics + row * slots * elements, flow + row * elements
-            );
-}
-
-/* x̂ ← x̂ + q for a worker and its neighbors, x ← x + Σ_j r_ij (x̂_j − x̂_i). */
-static void choco_row_dense(
+/* x̂ ← x̂ + q for a worker and its neighbors, x ← x + Σ_j r_ij (x̂_j − x̂_i), tensor by tensor, as
+   the copies of one may fit into the second cache. */
+static void choco_row(
     const Plan *plan, i64 slots, const float *rates, const u8 *message, const u8 *received,
     float *restrict x, float *restrict own, float *restrict others
 ) {
-    float q[BLOCK], sum[BLOCK];
     for (const Tensor *t = plan->tensor; t < plan->tensor + plan->tensors; t++)
-        for (i64 from = 0; from < t->length; from += BLOCK) {
-            i64 count = smaller(BLOCK, t->length - from);
-            float *restrict here = own + t->start + from;
-            decode(plan, t, message, from, count, q);
-            for (i64 i = 0; i < count; i++) here[i] += q[i];
-            memset(sum, 0, sizeof sum);
-            for (i64 slot = 0; slot < slots; slot++) {
-                float rate = rates[slot];
-                float *restrict there = others + slot * plan->elements + t->start + from;
-                if (rate == 0) continue; /* no neighbor */
-                decode(plan, t, received + slot * plan->bytes, from, count, q);
-                for (i64 i = 0; i < count; i++) {
-                    there[i] += q[i];
-                    sum[i] += rate * (there[i] - here[i]);
-                }
-            }
-            float *restrict to = x + t->start + from;
-            for (i64 i = 0; i < count; i++) to[i] += sum[i];
-        }
-}
-
-/* x̂ ← x̂ + q of a tensor, for a sparse q. */
-static void add_to_copies(
-    const Plan *plan, const Tensor *t, i64 slots, const float *rates, const u8 *message,
-    const u8 *received, float *own, float *others
-) {
-    add_sparse(plan, t, message, 1, own);
-    for (i64 slot = 0; slot < slots; slot++)
-        if (rates[slot] != 0)
-            add_sparse(plan, t, received + slot * plan->bytes, 1, others + slot * plan->elements);
-}
-
-/* choco_row_dense for top-k, tensor by tensor, as their copies may fit into the second cache. */
-static void choco_row_top_k(
-    const Plan *plan, i64 slots, const float *rates, const u8 *message, const u8 *received,
-    float *restrict x, float *restrict own, float *restrict others
-) {
-    for (const Tensor *t = plan->tensor; t < plan->tensor + plan->tensors; t++) {
-        add_to_copies(plan, t, slots, rates, message, received, own, others);
-        for (i64 from = t->start, count; from < t->start + t->length; from += count) {
-            count = smaller(BLOCK, t->start + t->length - from);
-            add_flow(plan, from, count, slots, rates, own, others, x);
-        }
-    }
-}
-
-/* The same where all messages have the same positions, at which alone the flow changes. It is
-   computed from the copies there, not updated, so that rounding errors do not accumulate. */
-static void choco_row_at_positions(
-    const Plan *plan, i64 slots, const float *rates, const u8 *message, const u8 *received,
-    float *restrict x, float *own, float *others, float *restrict flow
-) {
-    for (const Tensor *t = plan->tensor; t < plan->tensor + plan->tensors; t++) {
-        add_to_copies(plan, t, slots, rates, message, received, own, others);
-        for (i64 k = 0; k < t->kept; k++) {
-            i64 at = place(plan, t, message, k);
-            float sum = 0;
+        for (i64 from = 0, count; from < t->length; from += count) {
+            count = smaller(BLOCK, t->length - from);
+            add(plan, t, message, from, count, 1, own);
             for (i64 slot = 0; slot < slots; slot++)
-                if (rates[slot] != 0)
-                    sum += rates[slot] * (others[slot * plan->elements + at] - own[at]);
-            flow[at] = sum;
+                if (rates[slot] != 0) {
+                    float *there = others + slot * plan->elements;
+                    add(plan, t, received + slot * plan->bytes, from, count, 1, there);
+                }
+            add_flow(plan, t->start + from, count, slots, rates, own, others, x);
         }
-    }
-    for (i64 i = 0; i < plan->elements; i++) x[i] += flow[i];
 }
 
 /* message [row, bytes], received [row, slot, bytes], rates r_ij [row, slot], public [row, D],
-   publics [row, slot, D], flow [row, D] of AT_POSITIONS. */
+   publics [row, slot, D]. */
 void choco_average(
     const Plan *plan, i64 slots, const float *rates, const u8 *message, const u8 *received,
-    float *x, i64 stride, float *public, float *publics, float *flow
+    float *x, i64 stride, float *public, float *publics
 ) {
-    for (i64 row = 0; row < plan->rows; row++) {
-        const float *of_row = rates + row * slots;
-        const u8 *out = message + row * plan->bytes, *in = received + row * slots * plan->bytes;
-        float *own = public + row * plan->elements;
-        float *others = publics + row * slots * plan->elements, *to = x + row * stride;
-        if (plan->kind == AT_POSITIONS)
-            choco_row_at_positions(
-                plan, slots, of_row, out, in, to, own, others, flow + row * plan->elements
-            );
-        else if (plan->kind == TOP_K)
-            choco_row_top_k(plan, slots, of_row, out, in, to, own, others);
-        else
-            choco_row_dense(plan, slots, of_row, out, in, to, own, others);
-    }
+    const i64 elements = plan->elements, bytes = plan->bytes;
+    for (i64 row = 0; row < plan->rows; row++)
+        choco_row(
+            plan, slots, rates + row * slots, message + row * bytes, received + row * slots * bytes,
+            x + row * stride, public + row * elements, publics + row * slots * elements
+        );
 }
 
 /* x ← x + Σ_j r_ij (c_j − c_i). Arguments as above. */
@@ -646,9 +546,8 @@ void moniqua_encode(
         for (i64 row = 0; row < rows; row++) {
             const float *restrict v = x + row * stride + from;
             int8_t *restrict cell = cells + row * elements + from;
-            u8 *restrict to = message + row * bytes + from / 4;
             float divisor = thrice[row];
-            u8 level[BLOCK];
+            u8 level[BLOCK + 8];
             for (i64 i = 0; i < count; i++) {
                 float t = v[i] / divisor + 0.5f;
                 float y = (t - floorf(t)) * 3;
@@ -657,21 +556,9 @@ void moniqua_encode(
                 level[i] = (u8)(l < 3 ? l : 3);
                 cell[i] = (int8_t)(int32_t)(y + 0.5f);
             }
-            for (i64 i = count; i % 4; i++) level[i] = 0;
-            for (i64 i = 0; i < (count + 3) / 4; i++) {
-                uint32_t four;
-                memcpy(&four, level + 4 * i, 4);
-                to[i] = (u8)(four | four >> 6 | four >> 12 | four >> 18);
-            }
+            memset(level + count, 0, 8);
+            pack(message + row * bytes, 2 * from, level, count, 2);
         }
-    }
-}
-
-static void unpack_twos(u8 *restrict level, const u8 *restrict packed, i64 count) {
-    for (i64 i = 0; i < (count + 3) / 4; i++) {
-        uint32_t byte = packed[i];
-        uint32_t four = (byte | byte << 6 | byte << 12 | byte << 18) & 0x03030303u;
-        memcpy(level + 4 * i, &four, 4);
     }
 }
 
@@ -681,19 +568,19 @@ void moniqua_average(
     const int8_t *cells, float *x, i64 stride
 ) {
     i64 bytes = (elements + 3) / 4;
-    u8 own[BLOCK], other[BLOCK];
+    u8 own[BLOCK + 8], other[BLOCK + 8];
     int8_t shift[BLOCK];
     for (i64 row = 0; row < rows; row++)
         for (i64 from = 0; from < elements; from += BLOCK) {
             i64 count = smaller(BLOCK, elements - from);
             const int8_t *restrict cell = cells + row * elements + from;
             float *restrict to = x + row * stride + from;
-            unpack_twos(own, message + row * bytes + from / 4, count);
+            unpack(own, message + row * bytes, 2 * from, count, 2);
             for (i64 i = 0; i < count; i++) shift[i] = (int8_t)(cell[i] - own[i]);
             for (i64 slot = 0; slot < slots; slot++) {
                 float rate = rates[row * slots + slot];
                 if (rate == 0) continue;
-                unpack_twos(other, received + (row * slots + slot) * bytes + from / 4, count);
+                unpack(other, received + (row * slots + slot) * bytes, 2 * from, count, 2);
                 for (i64 i = 0; i < count; i++) {
                     int8_t n = (int8_t)(other[i] - cell[i]);
                     int8_t carried = (int8_t)((n > 1) - (n < -1)); /* round(n/3), |n| ≤ 3 */

@@ -48,17 +48,7 @@ typedef int64_t LongHalf __attribute__((vector_size(4 * LANES)));
 typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
 typedef uint32_t HalfWords __attribute__((vector_size(2 * LANES)));
 
-static inline Half load_half(const float *from) {
-    Half half;
-    memcpy(&half, from, sizeof half);
-    return half;
-}
-
-static inline Words load_words(const uint32_t *from) {
-    Words words;
-    memcpy(&words, from, sizeof words);
-    return words;
-}
+LOAD(load_words, Words, uint32_t)
 
 /* A loop, since compilers convert vectors of bytes one by one. */
 static inline Words load_bytes(const u8 *from) {
@@ -391,22 +381,20 @@ static void decode_edge(const void *arguments, i64 edge) {
 
 #define WORTH_A_THREAD (1 << 14) /* elements */
 
-static i64 threads_for(const Code *c, i64 threads) {
-    return smaller(threads, 1 + c->edges * c->elements / WORTH_A_THREAD);
-}
-
 /* The messages [worker, neighbor, byte] of s [worker, neighbor, element]. */
 void difference_encode(const Code *c, i64 slot, const float *s, i64 worker_stride, i64 edge_stride,
                        i64 neighbors, u64 counter, u8 *message, i64 threads) {
     const Exchange a = {.code = c, .slot = slot, .s = s, .worker_stride = worker_stride,
                         .edge_stride = edge_stride, .neighbors = neighbors, .counter = counter,
                         .message = message};
-    in_threads(threads_for(c, threads), c->edges, encode_edge, &a);
+    threads = smaller(threads, 1 + c->edges * c->elements / WORTH_A_THREAD);
+    in_threads(threads, c->edges, encode_edge, &a);
 }
 
 /* d [worker, neighbor, element] from the messages of both ends. */
 void difference_decode(const Code *c, i64 slot, const u8 *own, const u8 *received, float *d,
                        i64 threads) {
     const Exchange a = {.code = c, .slot = slot, .own = own, .received = received, .d = d};
-    in_threads(threads_for(c, threads), c->edges, decode_edge, &a);
+    threads = smaller(threads, 1 + c->edges * c->elements / WORTH_A_THREAD);
+    in_threads(threads, c->edges, decode_edge, &a);
 }

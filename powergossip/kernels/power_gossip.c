@@ -531,11 +531,6 @@ static void update(const void *arguments, i64 index) {
 
 #define PER_THREAD (1 << 18) /* elements: fewer are not worth a thread */
 
-static i64 useful_threads(const Edges *e, i64 threads) {
-    const i64 most = 1 + e->workers * e->elements / PER_THREAD;
-    return threads < most ? threads : most;
-}
-
 /* Before the message: p ← orthonormalize(p), s = Xᵀ p. */
 void power_gossip_project(const Edges *e, const float *x, i64 stride, i64 side, float *p, float *s,
                           i64 counter, i64 rounded, i64 threads) {
@@ -548,7 +543,7 @@ void power_gossip_project(const Edges *e, const float *x, i64 stride, i64 side, 
                    .s = s,
                    .counter = counter,
                    .rounded = rounded};
-    threads = useful_threads(e, threads);
+    threads = smaller(threads, 1 + e->workers * e->elements / PER_THREAD);
     in_threads(threads, e->workers * e->matrices, direct, &a);
     if (e->workers < 4 * threads) a.blocks = threads;
     in_threads(threads, e->workers * e->matrices * a.blocks, project, &a);
@@ -566,7 +561,7 @@ void power_gossip_update(const Edges *e, float *x, i64 stride, i64 side, const f
                    .p = (float *)p,
                    .s = s,
                    .received = received};
-    threads = useful_threads(e, threads);
+    threads = smaller(threads, 1 + e->workers * e->elements / PER_THREAD);
     if (received) in_threads(threads, e->workers * e->matrices, differ, &a);
     if (e->workers < 4 * threads) a.blocks = threads;
     in_threads(threads, e->workers * e->matrices * a.blocks, update, &a);

@@ -164,11 +164,7 @@ class Reduction(Transport):
         self._collective: _Collective | None = None
         by_copy = tensor.unflatten(0, (copies, hosted))
         self._total = tensor.new_empty(copies, *tensor.shape[1:]) if out is None else out
-        self._shared = self._total  # the memory that the channel accesses
-        if connection.stage:
-            self._shared = torch.empty(
-                self._total.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda
-            )
+        self._shared = connection.shared(self._total)
         # The sums over the hosted workers. A single worker's message is sent from its own memory.
         in_place = hosted == 1 and tensor.is_contiguous() and not connection.stage
         self._local: list[_Mean] = []
@@ -197,8 +193,7 @@ class Reduction(Transport):
             return
         if self._shared is not self._total:
             self._shared.copy_(self._total, non_blocking=True)
-        if self._connection.waits_for_kernels:
-            torch.cuda.current_stream().synchronize()
+        self._connection.wait_for_kernels()
         self._collective = _Collective(self._in_steps())
         if self._connection.stream_ordered:
             self._collective.wait()  # starts the second step after the first one in the stream
@@ -206,8 +201,8 @@ class Reduction(Transport):
     def _in_steps(self) -> Steps:
         yield self._steps[0]
         self._part_mean.compute()
-        if self._connection.waits_for_kernels and not self._connection.stage:
-            torch.cuda.current_stream().synchronize()
+        if not self._connection.stage:
+            self._connection.wait_for_kernels()
         yield self._steps[1]
 
     def has_arrived(self) -> bool:
@@ -236,7 +231,6 @@ class Gathering(Transport):
                     "such as piece.flatten(), all of one dtype"
                 )
         self._connection, self._pieces = connection, pieces
-        self._on_gpu = pieces[0].is_cuda
         lengths = np.array([len(piece) for piece in pieces], dtype=np.int32)
         others = len(pieces) * connection.processes.size - 1
         self.bits = others * (lengths.astype(np.int64) * (8 * pieces[0].element_size()) + 32)
@@ -249,18 +243,13 @@ class Gathering(Transport):
         by_process = comm.gather_arrays(self._own_lengths)
         self._lengths = by_process.reshape(-1).tolist()
         self._received = self._pieces[0].new_empty(sum(self._lengths))
-        self._shared = self._received  # the memory that the channel accesses
-        if connection.stage:
-            self._shared = torch.empty(
-                self._received.shape, dtype=self._received.dtype, pin_memory=self._on_gpu
-            )
+        self._shared = connection.shared(self._received)
         parts = self._shared.split(by_process.sum(1, dtype=np.int64).tolist())
         own = parts[comm.rank]
         own.copy_(torch.cat(list(self._pieces)), non_blocking=True)
         if comm.size == 1:
             return
-        if connection.waits_for_kernels:
-            torch.cuda.current_stream().synchronize()
+        connection.wait_for_kernels()
         self._collective = _Collective(iter([_exchange(connection, 0, [own] * comm.size, parts)]))
 
     def has_arrived(self) -> bool:

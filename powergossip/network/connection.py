@@ -3,6 +3,7 @@
 from functools import cached_property
 
 import torch
+from torch import Tensor
 
 from powergossip.network.processes import Channel, Processes
 
@@ -48,7 +49,13 @@ class Connection:
         """True if the current stream orders messages with kernels."""
         return self.channel is not None and self.channel.stream_ordered
 
-    @cached_property
-    def waits_for_kernels(self) -> bool:
-        """True if messages start only when the kernels that use their memory have ended."""
-        return self.device.type == "cuda" and not self.stream_ordered
+    def shared(self, tensor: Tensor) -> Tensor:
+        """The memory that messages access: that of a tensor, or new memory of the host for it."""
+        if not self.stage:
+            return tensor
+        return torch.zeros(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+
+    def wait_for_kernels(self) -> None:
+        """Wait for the kernels that use the memory of messages, unless a stream orders both."""
+        if self.device.type == "cuda" and not self.stream_ordered:
+            torch.cuda.current_stream().synchronize()

@@ -134,7 +134,6 @@ class _Between:
     ):
         device = outgoing.device
         self._rows_out, self._rows_in = outgoing, incoming
-        self._wait_for_kernels = connection.waits_for_kernels
         self._pack = self._unpack = None
         if several:
             self._pack = torch.from_numpy(sent).to(device)
@@ -144,27 +143,22 @@ class _Between:
             self._unpack = torch.from_numpy(received).to(device)
             incoming = incoming.new_empty(len(received), incoming.shape[1])
             received = np.arange(len(received))
+        self._connection = connection
         self._outgoing, self._incoming = outgoing, incoming
-        self._host_outgoing, self._host_incoming = outgoing, incoming
-        self._stage = connection.stage
-        if self._stage:
-            self._host_outgoing, self._host_incoming = (
-                torch.zeros(t.shape, dtype=t.dtype, pin_memory=t.is_cuda)
-                for t in (outgoing, incoming)
-            )
+        self._shared_outgoing = connection.shared(outgoing)
+        self._shared_incoming = connection.shared(incoming)
         assert connection.channel is not None
         self._requests = connection.channel.requests(
-            _pieces(self._host_incoming, received, received_process),
-            _pieces(self._host_outgoing, sent, sent_process),
+            _pieces(self._shared_incoming, received, received_process),
+            _pieces(self._shared_outgoing, sent, sent_process),
         )
 
     def post(self) -> None:
         if self._pack is not None:
             torch.index_select(self._rows_out, 0, self._pack, out=self._outgoing)
-        if self._stage:
-            self._host_outgoing.copy_(self._outgoing, non_blocking=True)
-        if self._wait_for_kernels:
-            torch.cuda.current_stream().synchronize()
+        if self._shared_outgoing is not self._outgoing:
+            self._shared_outgoing.copy_(self._outgoing, non_blocking=True)
+        self._connection.wait_for_kernels()
         self._requests.start()
 
     def has_arrived(self) -> bool:
@@ -172,8 +166,8 @@ class _Between:
 
     def wait(self) -> None:
         self._requests.wait()
-        if self._stage:
-            self._incoming.copy_(self._host_incoming, non_blocking=True)
+        if self._shared_incoming is not self._incoming:
+            self._incoming.copy_(self._shared_incoming, non_blocking=True)
         if self._unpack is not None:
             self._rows_in.index_copy_(0, self._unpack, self._incoming)
 

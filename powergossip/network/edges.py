@@ -1,7 +1,5 @@
 """The edges of a round, seen by a process, and the rows of messages that they connect."""
 
-from typing import NamedTuple
-
 import numpy as np
 
 from powergossip import checks
@@ -10,25 +8,13 @@ from powergossip.topologies import Round
 MOST_SLOTS = 2**30  # of a table of neighbors, 8 bytes each
 
 
-class _RoundEdges(NamedTuple):
+def _slots_of(topology_round: Round) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """All directed edges source → destination of a round, by destination, then source. [edge]
 
-    Attributes:
-        out_slot: Index of the edge among those out of its source.
-        in_slot: Index of the edge among those into its destination.
+    Returns:
+        source, destination, out_slot (index of the edge among those out of its source), in_slot
+        (index among those into its destination).
     """
-
-    source: np.ndarray
-    destination: np.ndarray
-    out_slot: np.ndarray
-    in_slot: np.ndarray
-
-    def select(self, chosen: np.ndarray) -> "_RoundEdges":
-        """The edges where a mask [edge] is true."""
-        return _RoundEdges(*(column[chosen] for column in self))
-
-
-def _edges_of(topology_round: Round) -> _RoundEdges:
     weights = topology_round.weights  # csr: row = destination, column = source
     source = weights.indices.astype(np.int64)
     destination = np.repeat(np.arange(topology_round.n_workers), np.diff(weights.indptr))
@@ -37,7 +23,7 @@ def _edges_of(topology_round: Round) -> _RoundEdges:
     first = np.searchsorted(source[by_source], source[by_source])  # edge of the same source
     out_slot = np.empty_like(in_slot)
     out_slot[by_source] = np.arange(len(source)) - first
-    return _RoundEdges(source, destination, out_slot, in_slot)
+    return source, destination, out_slot, in_slot
 
 
 class Edges:
@@ -67,8 +53,7 @@ class Edges:
 
     def __init__(self, topology_round: Round, workers: range, copies: int):
         n, hosted = topology_round.n_workers, len(workers)
-        edges = _edges_of(topology_round)
-        source, destination = edges.source, edges.destination
+        source, destination, out_slot, in_slot = _slots_of(topology_round)
         in_degrees = np.bincount(destination, minlength=n)
         all_out_degrees = np.bincount(source, minlength=n)
         self.n_in = int(in_degrees.max(initial=0))
@@ -82,30 +67,31 @@ class Edges:
         ends_here = (workers.start <= destination) & (destination < workers.stop)
         neighbors = np.full((hosted, self.n_in), -1, dtype=np.int64)
         weights = np.zeros((hosted, self.n_in))
-        place = destination[ends_here] - workers.start, edges.in_slot[ends_here]
+        place = destination[ends_here] - workers.start, in_slot[ends_here]
         neighbors[place] = source[ends_here]
         weights[place] = topology_round.weights.data[ends_here]
         self.neighbors = np.tile(neighbors, (copies, 1))
         self.weights = np.tile(weights, (copies, 1))
 
         def rows_and_slots(
-            worker: np.ndarray, slot: np.ndarray, process: np.ndarray
+            chosen: np.ndarray, worker: np.ndarray, slot: np.ndarray, other: np.ndarray
         ) -> tuple[tuple[np.ndarray, np.ndarray], np.ndarray]:
-            """(row, slot) of some edges in all copies, and the process of each, ordered by it."""
-            rows = (worker - workers.start + hosted * np.arange(copies)[:, None]).ravel()
-            slots, processes = np.tile(slot, copies), np.tile(process, copies)
+            """(row, slot) of the chosen edges in all copies, and the process of the other end of
+            each, ordered by it."""
+            here = worker[chosen] - workers.start
+            rows = (here + hosted * np.arange(copies)[:, None]).ravel()
+            slots, processes = np.tile(slot[chosen], copies), np.tile(other[chosen], copies)
+            processes //= hosted
             order = np.argsort(processes, kind="stable")
             return (rows[order], slots[order]), processes[order]
 
-        inside = edges.select(starts_here & ends_here)
-        here = np.zeros_like(inside.source)
-        self.inside_source, _ = rows_and_slots(inside.source, inside.out_slot, here)
-        self.inside_destination, _ = rows_and_slots(inside.destination, inside.in_slot, here)
-        leaving = edges.select(starts_here & ~ends_here)
-        self.outgoing, self.outgoing_process = rows_and_slots(
-            leaving.source, leaving.out_slot, leaving.destination // hosted
+        inside, leaving, arriving = (
+            starts_here & ends_here,
+            starts_here & ~ends_here,
+            ends_here & ~starts_here,
         )
-        arriving = edges.select(ends_here & ~starts_here)
-        self.incoming, self.incoming_process = rows_and_slots(
-            arriving.destination, arriving.in_slot, arriving.source // hosted
-        )
+        ends = (source, out_slot, destination), (destination, in_slot, source)
+        self.inside_source, _ = rows_and_slots(inside, *ends[0])
+        self.inside_destination, _ = rows_and_slots(inside, *ends[1])
+        self.outgoing, self.outgoing_process = rows_and_slots(leaving, *ends[0])
+        self.incoming, self.incoming_process = rows_and_slots(arriving, *ends[1])

@@ -186,9 +186,7 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
                 self.method.check_overlapping("overlapping=True")
             self._learning = LearningRule(optimizer, self.method, max_norm)
         check_same_everywhere(who, {"local_steps": local_steps, "overlapping": overlapping})
-        self._averaged = Averaged(
-            "GossipOptimizer", who, self.method, optimizer, self._learning, sharding
-        )
+        self._averaged = Averaged("GossipOptimizer", who, optimizer, self._learning, sharding)
         self.network = self._averaged.network
         own = weakref.ref(self)
         if overlapping:

@@ -28,7 +28,6 @@ from powergossip.optimizers.checks import (
     warn_of_buffers,
     working_dtype,
 )
-from powergossip.optimizers.gossip_method import GossipMethod
 from powergossip.optimizers.gossip_part import Part
 from powergossip.optimizers.gradients import Traffic
 from powergossip.optimizers.learning_rules import LearningRule
@@ -70,18 +69,17 @@ class Averaged(Traffic):
         self,
         owner: str,
         processes: Processes,
-        method: GossipMethod,
         optimizer: torch.optim.Optimizer,
         learning: LearningRule,
         sharding: Sharding | None = None,
     ):
-        self.owner, self.processes, self.method = owner, processes, method
+        self.owner, self.processes, self.method = owner, processes, learning.method
         self.sharding, self._learning = sharding, learning
         with processes.agreed():
             trainable = _trainable_of(optimizer, sharded=sharding is not None)
             like = trainable[0]
-            self.network = method.network(processes, like.device, working_dtype([like]))
-        of_all = {"the method": method.facts(), "the graph": self.network.topology.fingerprint}
+            self.network = self.method.network(processes, like.device, working_dtype([like]))
+        of_all = {"the method": self.method.facts(), "the graph": self.network.topology.fingerprint}
         check_same_everywhere(processes, of_all)
         if self.n_workers == 1 and processes is processes_of():
             warnings.warn(
@@ -124,7 +122,7 @@ class Averaged(Traffic):
             with self.processes.agreed():
                 part = Part(
                     [p for p in trained if p.dtype == dtype],
-                    partial(self._learning.build, self.network, self.method, index),
+                    partial(self._learning.build, self.network, index),
                     self.sharding,
                 )
                 self.method.warn_of_rate(self.network)

@@ -90,7 +90,7 @@ class GossipState(Traffic):
             self.method = GossipMethod.on_graph(method, **options)
             self.method.check_overlapping("gossip_hook")
         learning = LearningRule(None, self.method)
-        self._averaged = Averaged("GossipState", processes, self.method, optimizer, learning)
+        self._averaged = Averaged("GossipState", processes, optimizer, learning)
         self.network = self._averaged.network
         check_same_everywhere(processes, {"local_steps": local_steps})
         self._optimizer, self._local_steps, self._steps = optimizer, local_steps, 0

@@ -49,10 +49,8 @@ class Part:
         sharding: Sharding | None = None,
     ):
         self.parameters = parameters
-        if sharding is None:
-            self.layout = Layout(p.shape for p in parameters)
-        else:
-            self.layout = sharding.layout(parameters)
+        whole = Layout(p.shape for p in parameters)
+        self.layout = whole if sharding is None else sharding.layout(whole)
         dtype = working_dtype(parameters)
         self.x = memory(parameters[0]).new_empty(1, self.layout.size, dtype=dtype)
         self._views = self.layout.tensors(self.x[0])

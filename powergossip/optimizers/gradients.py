@@ -87,12 +87,10 @@ class Gradients:
         dtypes: Collection[torch.dtype] = (torch.float32,),
     ):
         names, tensors = named(params)
-        trained = [index for index, tensor in enumerate(tensors) if not is_frozen(tensor)]
-        self._names = [names[index] for index in trained]
-        self.parameters = [tensors[index] for index in trained]
-        self._frozen = {
-            names[index]: tensor for index, tensor in enumerate(tensors) if is_frozen(tensor)
-        }
+        pairs = [*zip(names, tensors, strict=True)]
+        self._names = [name for name, tensor in pairs if not is_frozen(tensor)]
+        self.parameters = [tensor for tensor in tensors if not is_frozen(tensor)]
+        self._frozen = {name: tensor for name, tensor in pairs if is_frozen(tensor)}
         self._dtypes = dtypes
         if mesh is None:
             comm = processes_of(process_group)
@@ -122,8 +120,7 @@ class Gradients:
         if mesh is not None:
             with comm.agreed():
                 self._leave_out_empty_blocks()
-        shapes = [tuple(memory(p).shape) for p in self.parameters]
-        self.layout = Layout(shapes)
+        self.layout = Layout(memory(p).shape for p in self.parameters)
         self.dtype = working_dtype(self.parameters)
         self.gradient = torch.zeros(1, self.layout.size, device=device, dtype=self.dtype)
         self.mean = torch.zeros_like(self.gradient)

@@ -25,7 +25,7 @@ class LearningRule:
         wrapped: The wrapped optimizer. None: others update the parameters.
 
     Attributes:
-        options: All options of the rule.
+        method: The method.
         has_momentum: True if it applies momentum itself, so that the wrapped optimizer has none.
 
     Raises:
@@ -38,9 +38,8 @@ class LearningRule:
         method: GossipMethod,
         max_norm: float | None = None,
     ):
-        self._wrapped, self.name = wrapped, method.learning
-        self._local_optimizer = method.local_optimizer
-        found, max_norm = learning.rule(self.name, self._local_optimizer), checks.plain(max_norm)
+        self._wrapped, self.method, self.name = wrapped, method, method.learning
+        found, max_norm = learning.rule(self.name, method.local_optimizer), checks.plain(max_norm)
         self._rule, self.has_momentum, self._max_norm = found, found.directs(), max_norm
         self.works_alone = found.directs() or found.corrects()
         if max_norm is not None:
@@ -51,16 +50,15 @@ class LearningRule:
                     "it is clipped, such as diloco"
                 )
             checks.positive("max_norm", max_norm)
-        self.options = method.learning_options
-        self.check_groups()
+        self._check_groups()
 
     # --- Checks ---
 
-    def check_groups(self) -> None:
+    def _check_groups(self) -> None:
         """Raise ValueError for parameters or groups of the wrapped optimizer that do not fit."""
         if self._rule.stateless:
             return
-        groups = self._groups
+        groups, options = self._groups, self.method.learning_options
         names, parameters = named(p for group in groups for p in group["params"])
         for name, parameter in zip(names, parameters, strict=True):
             if not is_frozen(parameter) and parameter.dtype in HALF:
@@ -77,7 +75,7 @@ class LearningRule:
             )
         for group in groups:
             where = f"in SGD with learning={self.name}"
-            own = ", and learning_options={'momentum': …}" if "momentum" in self.options else ""
+            own = ", and learning_options={'momentum': …}" if "momentum" in options else ""
             momentum, ascends = group["momentum"], group["maximize"]
             checks.check("momentum", momentum, momentum == 0, f"0 {where}{own}")
             checks.check("maximize", ascends, not ascends, f"False {where}")
@@ -108,7 +106,7 @@ class LearningRule:
     def decays(self) -> dict[int, float]:
         """The weight decay that is part of the gradient, by the id of a parameter. Only those that
         are not 0. Empty for QG-Adam, whose weight decay is decoupled."""
-        if not self.has_momentum or not learning.is_sgd(self._local_optimizer):
+        if not self.has_momentum or not learning.is_sgd(self.method.local_optimizer):
             return {}
         return {
             id(parameter): float(group["weight_decay"])
@@ -120,20 +118,15 @@ class LearningRule:
     # --- Construction ---
 
     def build(
-        self,
-        network: Network,
-        method: GossipMethod,
-        part: int,
-        parameters: Sequence[Tensor],
-        layout: Layout,
-        x: Tensor,
+        self, network: Network, part: int, parameters: Sequence[Tensor], layout: Layout, x: Tensor
     ) -> "tuple[learning.GossipRule, Wrapped]":
         """The rule for the parameters of a part, whose memory is x [1, D], and its local optimizer.
 
         Raises ValueError for an averaging algorithm or a topology that do not fit.
         """
         self.check_rate()
-        directs = self.has_momentum or self.options.get("gradient_correction") or self._max_norm
+        method, options = self.method, self.method.learning_options
+        directs = self.has_momentum or options.get("gradient_correction") or self._max_norm
         gradient = torch.zeros_like(x) if directs else None
         local = Wrapped(self, parameters, layout, x, gradient)
 
@@ -144,7 +137,7 @@ class LearningRule:
 
         buffers = learning.Buffers(x, x if gradient is None else gradient, layout)
         workers = learning.Workers(network, averaging, buffers, local, clip=self._max_norm)
-        return learning.make(self.name, workers, self._local_optimizer, **self.options), local
+        return learning.make(self.name, workers, method.local_optimizer, **options), local
 
 
 class Wrapped:

@@ -119,9 +119,9 @@ class Sharding:
             "network": network | {"bits": bits[None], "messages": messages[None]},
         }
 
-    def layout(self, parameters: Sequence[Tensor]) -> Layout:
+    def layout(self, whole: Layout) -> Layout:
         """The layout of this process' blocks of the parameters."""
-        sharded = ShardedLayout(Layout(p.shape for p in parameters), self.shards)
+        sharded = ShardedLayout(whole, self.shards)
         return BlockLayout(sharded) if self.per_shard else sharded
 
 

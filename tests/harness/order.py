@@ -39,9 +39,16 @@ def record(group: GlooGroup) -> list[Batch]:
     batches: list[Batch] = []
     started = group.started
 
-    def recorded(messages: Octets, tag: int) -> None:
-        batches.append((tag, messages.received_bytes, messages.sent_bytes))
-        started(messages, tag)
+    def recorded(incoming: Octets, outgoing: Octets, tag: int) -> None:
+        batches.append((tag, _sizes(incoming), _sizes(outgoing)))
+        started(incoming, outgoing, tag)
 
     group.started = recorded  # type: ignore[method-assign]
     return batches
+
+
+def _sizes(messages: Octets) -> dict[int, int]:
+    sizes: dict[int, int] = {}
+    for (octets,), process in messages:
+        sizes[process] = sizes.get(process, 0) + octets.numel()
+    return sizes

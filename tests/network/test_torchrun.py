@@ -565,9 +565,9 @@ def test_messages_arrive_in_any_order() -> None:
     waiters, messages = Waiters(), [Message() for _ in range(3)]
     outcomes = [waiters.submit([message]) for message in messages]  # type: ignore[list-item]
     for message, outcome in zip(messages[::-1], outcomes[::-1], strict=True):
-        assert not outcome.is_known()
+        assert not outcome.done()
         message.arrived.set()
-        wait_until(outcome.is_known, seconds=5)
+        wait_until(outcome.done, seconds=5)
 
 
 def test_a_message_that_fails_in_a_thread_raises_where_it_is_waited_for() -> None:
@@ -578,8 +578,8 @@ def test_a_message_that_fails_in_a_thread_raises_where_it_is_waited_for() -> Non
             raise RuntimeError("Connection closed by peer")
 
     outcome = Waiters().submit([Failing()])  # type: ignore[list-item]
-    wait_until(outcome.is_known, seconds=5)
-    for wait in (outcome.wait, partial(channels.wait_for, [Failing()])):  # type: ignore[list-item]
+    wait_until(outcome.done, seconds=5)
+    for wait in (outcome.result, partial(channels.wait_for, [Failing()])):  # type: ignore[list-item]
         with pytest.raises(PeerLost):
             wait()
 

@@ -97,13 +97,14 @@ class InternetProcesses(Machines):
 
     # --- Agreements, over process 0 ---
 
-    async def _in_turn(self, tag: int, work: Coroutine[Any, Any, T]) -> T:
-        async with self._turns.setdefault(tag, asyncio.Lock()):
-            return await work
-
     def _start(self, tag: int, work: Coroutine[Any, Any, T]) -> "Future[T]":
         """Start a collective operation. Those of a tag follow each other."""
-        return self.node.start(self._in_turn(tag, work))
+
+        async def in_turn() -> T:
+            async with self._turns.setdefault(tag, asyncio.Lock()):
+                return await work
+
+        return self.node.start(in_turn())
 
     def start_gathering(self, array: np.ndarray) -> "Future[np.ndarray]":
         """Start `gather_arrays`."""
@@ -265,25 +266,18 @@ class InternetChannel:
             [(process, _memory(part)) for process, rows in pieces for part in in_parts(rows)]
             for pieces in (incoming, outgoing)
         ]
-        processes, others = self._processes, {process for parts in both for process, _ in parts}
-        return _Work(
-            processes, others, lambda: processes.node.start(processes.exchange(tag, *both))
-        )
+        return _Work(self._processes, tag, *both)
 
 
 class _Work:
     """Messages with other processes, which are begun again for each step."""
 
-    def __init__(
-        self,
-        processes: InternetProcesses,
-        others: Iterable[int],
-        begin: Callable[[], "Future[Any]"],
-    ):
-        self._processes, self._others, self._begin = processes, others, begin
+    def __init__(self, processes: InternetProcesses, tag: int, incoming: _Parts, outgoing: _Parts):
+        self._processes, self._messages = processes, (tag, incoming, outgoing)
+        self._others = {process for process, _ in (*incoming, *outgoing)}
 
     def start(self) -> None:
-        self._work = self._begin()
+        self._work = self._processes.node.start(self._processes.exchange(*self._messages))
 
     def test(self) -> bool:
         return self._work.done()

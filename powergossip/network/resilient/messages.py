@@ -8,6 +8,8 @@ a ticket is in network/internet/wire.py.
 import pickle
 import struct
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -186,22 +188,22 @@ class MPIWire(Wire):
         if process in self.lost:
             return
         memory = framed(kind, i, j, k, payload)
-        for start in range(0, memory.nbytes, LONGEST):
-            part = memory[start : start + LONGEST]
-            try:
+        with self._ending(process):
+            for start in range(0, memory.nbytes, LONGEST):
+                part = memory[start : start + LONGEST]
                 request = self._communicator.Isend([part, self._mpi.BYTE], process, _TAG)
-            except self._mpi.Exception as error:
-                self._lose(process, error)
-                return
-            self._sends[process].append((request, part))
+                self._sends[process].append((request, part))
 
     def receive(self) -> list[Envelope]:
         self._probe()
         self._finish_sends()
         arrived: list[Envelope] = []
         for process, incoming in self._incoming.items():
-            if incoming.parts:
-                self._take(process, arrived)
+            with self._ending(process):
+                while incoming.parts and incoming.parts[0][0].Test():
+                    whole = incoming.add(incoming.parts.popleft()[1])
+                    if whole is not None:
+                        arrived.append(envelope(process, whole))
         return [message for message in arrived if message.source not in self.lost]
 
     def _probe(self) -> None:
@@ -218,12 +220,9 @@ class MPIWire(Wire):
                 return
             memory = np.empty(status.Get_count(self._mpi.BYTE), dtype=np.uint8)
             process = status.Get_source()
-            try:
+            with self._ending(process):
                 request = message.Irecv([memory, self._mpi.BYTE])
-            except self._mpi.Exception as error:
-                self._lose(process, error)
-                continue
-            self._incoming[process].parts.append((request, memory))
+                self._incoming[process].parts.append((request, memory))
 
     def _find_lost(self) -> None:
         """Ask MPI for the ended processes. Operations for any source then succeed again."""
@@ -236,25 +235,18 @@ class MPIWire(Wire):
 
     def _finish_sends(self) -> None:
         for process, sends in self._sends.items():
-            try:
+            with self._ending(process):
                 while sends and sends[0][0].Test():
                     sends.popleft()
-            except self._mpi.Exception as error:
-                self._lose(process, error)
 
-    def _take(self, process: int, arrived: list[Envelope]) -> None:
-        incoming = self._incoming[process]
+    @contextmanager
+    def _ending(self, process: int) -> Iterator[None]:
+        """A block of messages with a process, which may have ended."""
         try:
-            while incoming.parts and incoming.parts[0][0].Test():
-                whole = incoming.add(incoming.parts.popleft()[1])
-                if whole is not None:
-                    arrived.append(envelope(process, whole))
+            yield
         except self._mpi.Exception as error:
-            self._lose(process, error)
-
-    def _lose(self, process: int, error: Any) -> None:
-        check_loss(error)
-        self._end(process)
+            check_loss(error)
+            self._end(process)
 
     def _end(self, process: int) -> None:
         self.ended.add(process)

@@ -19,6 +19,7 @@ tests need no GPU:
 import queue
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -30,29 +31,11 @@ from powergossip.errors import PeerLost
 from powergossip.network import standstill
 from powergossip.network.processes import Pieces, Requests, in_parts
 
-
-class Octets:
-    """The messages of a batch as bytes, without those that are empty.
-
-    Attributes:
-        received_bytes, sent_bytes: Number of bytes by process.
-    """
-
-    def __init__(self, incoming: Pieces, outgoing: Pieces):
-        self.incoming, self.outgoing = _split(incoming), _split(outgoing)
-        self.received_bytes = _sizes(self.incoming)
-        self.sent_bytes = _sizes(self.outgoing)
+Octets = list[tuple[list[Tensor], int]]  # ([bytes], process) for each message
 
 
-def _sizes(messages: Sequence[tuple[list[Tensor], int]]) -> dict[int, int]:
-    sizes: dict[int, int] = {}
-    for (octets,), process in messages:
-        sizes[process] = sizes.get(process, 0) + octets.numel()
-    return sizes
-
-
-def _split(pieces: Pieces) -> list[tuple[list[Tensor], int]]:
-    """([bytes], process) for each message."""
+def _octets(pieces: Pieces) -> Octets:
+    """The messages as bytes, without those that are empty."""
     return [([part], process) for process, rows in pieces for part in in_parts(rows)]
 
 
@@ -66,12 +49,7 @@ class GlooChannel:
 
     name = "gloo"
 
-    def __init__(
-        self,
-        gloo: "GlooGroup",
-        direct: bool,
-        in_order: bool = False,
-    ):
+    def __init__(self, gloo: "GlooGroup", direct: bool, in_order: bool = False):
         self._gloo = gloo
         self.direct, self.stream_ordered = direct, in_order
 
@@ -102,64 +80,55 @@ class NCCLChannel:
 class GlooMessages:
     """Messages by gloo, which reports the completion of a message only in `wait`."""
 
-    def __init__(
-        self,
-        gloo: "GlooGroup",
-        incoming: Pieces,
-        outgoing: Pieces,
-        tag: int,
-    ):
+    def __init__(self, gloo: "GlooGroup", incoming: Pieces, outgoing: Pieces, tag: int):
         self._gloo, self._tag = gloo, tag
-        self._batch = Octets(incoming, outgoing)
+        self._incoming, self._outgoing = _octets(incoming), _octets(outgoing)
         self._works: list[dist.Work] = []
-        self._outcome: Outcome | None = None
+        self._outcome: Future[None] | None = None
 
     def start(self) -> None:
-        self._gloo.started(self._batch, self._tag)
+        self._gloo.started(self._incoming, self._outgoing, self._tag)
         tag, group = self._tag, self._gloo.group
         self._outcome = None
         with connected():
             self._works = [
-                *(group.recv(octets, process, tag) for octets, process in self._batch.incoming),
-                *(group.send(octets, process, tag) for octets, process in self._batch.outgoing),
+                *(group.recv(octets, process, tag) for octets, process in self._incoming),
+                *(group.send(octets, process, tag) for octets, process in self._outgoing),
             ]
 
     def test(self) -> bool:
         if self._outcome is None:
-            self._outcome = self._gloo.submit(self._works)
-        return self._outcome.is_known()
+            self._outcome = self._gloo.waiters.submit(self._works)
+        return self._outcome.done()
 
     def wait(self) -> None:
-        with self._gloo.waiting({*self._batch.received_bytes, *self._batch.sent_bytes}):
+        with self._gloo.waiting({process for _, process in self._incoming + self._outgoing}):
             if self._outcome is None:
                 wait_for(self._works)
             else:
-                self._outcome.wait()
+                self._outcome.result()
 
 
 class _NCCLBatch:
     """Messages by NCCL."""
 
     def __init__(
-        self,
-        gloo: "GlooGroup",
-        group: dist.ProcessGroup,
-        incoming: Pieces,
-        outgoing: Pieces,
+        self, gloo: "GlooGroup", group: dist.ProcessGroup, incoming: Pieces, outgoing: Pieces
     ):
-        self._gloo, self._batch = gloo, Octets(incoming, outgoing)
+        self._gloo = gloo
+        self._incoming, self._outgoing = _octets(incoming), _octets(outgoing)
         self._operations = [
             dist.P2POp(operation, octets, group=group, group_peer=process)
             for operation, messages in (
-                (dist.irecv, self._batch.incoming),
-                (dist.isend, self._batch.outgoing),
+                (dist.irecv, self._incoming),
+                (dist.isend, self._outgoing),
             )
             for (octets,), process in messages
         ]
         self._works: list[dist.Work] = []
 
     def start(self) -> None:
-        self._gloo.started(self._batch, 0)
+        self._gloo.started(self._incoming, self._outgoing, 0)
         self._works = dist.batch_isend_irecv(self._operations) if self._operations else []
 
     def test(self) -> bool:
@@ -185,51 +154,39 @@ def connected() -> Iterator[None]:
         raise PeerLost(f"the connection to another process is lost ({reason})") from error
 
 
-class Outcome:
-    """The end of some messages for which a thread waits."""
-
-    def __init__(self, works: Sequence[dist.Work]):
-        self._works = works
-        self._end = threading.Event()
-        self._error: PeerLost | None = None
-
-    def run(self) -> None:
-        try:
-            wait_for(self._works)
-        except PeerLost as error:
-            self._error = error
-        self._end.set()
-
-    def is_known(self) -> bool:
-        return self._end.is_set()
-
-    def wait(self) -> None:
-        self._end.wait()
-        if self._error is not None:
-            raise self._error
-
-
 class Waiters:
     """Threads that wait for messages, as many as wait at the same time.
 
-    One thread for all would not do: messages may end in another order than they were tested.
+    One thread for all would not do: messages may end in another order than they were tested. Those
+    of concurrent.futures would hold up the end of Python.
     """
 
     def __init__(self) -> None:
-        self._tasks: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[tuple[Future[None], Sequence[dist.Work]]] = (
+            queue.SimpleQueue()
+        )
         self._idle = threading.Semaphore(0)
 
-    def submit(self, works: Sequence[dist.Work]) -> Outcome:
-        outcome = Outcome(works)
-        self._tasks.put(outcome)
+    def submit(self, works: Sequence[dist.Work]) -> "Future[None]":
+        """Wait for these in another thread."""
+        outcome: Future[None] = Future()
+        self._tasks.put((outcome, works))
         if not self._idle.acquire(blocking=False):
             threading.Thread(target=self._serve, daemon=True).start()
         return outcome
 
     def _serve(self) -> None:
         while True:
-            self._tasks.get().run()
+            _settle(*self._tasks.get())
             self._idle.release()
+
+
+def _settle(outcome: "Future[None]", works: Sequence[dist.Work]) -> None:
+    try:
+        wait_for(works)
+        outcome.set_result(None)
+    except PeerLost as error:
+        outcome.set_exception(error)
 
 
 class GlooGroup:
@@ -240,14 +197,15 @@ class GlooGroup:
 
     Attributes:
         steps: Number of messages started so far by this process, empty ones included.
+        waiters: Threads that wait for its messages.
     """
 
     def __init__(self, group: Any):
         self.group = group
         self.steps = 0
-        self._waiters = Waiters()
+        self.waiters = Waiters()
 
-    def started(self, messages: Octets, tag: int) -> None:
+    def started(self, incoming: Octets, outgoing: Octets, tag: int) -> None:
         """Count messages that are about to start."""
         self.steps += tag == 0
 
@@ -255,7 +213,3 @@ class GlooGroup:
         """A block that waits for messages of other processes, by default of all."""
         everybody = range(self.group.size()) if others is None else others
         return standstill.waiting(self.group.rank(), everybody)
-
-    def submit(self, works: Sequence[dist.Work]) -> Outcome:
-        """Wait for these in another thread."""
-        return self._waiters.submit(works)

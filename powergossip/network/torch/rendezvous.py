@@ -41,8 +41,7 @@ def start_group(backend: str = "gloo", **options: Any) -> dist.ProcessGroup:
     # PyTorch's excepthook would capture the output of ours until ours returns. It never returns: it
     # ends all processes, and the reason would be lost.
     sys.excepthook = ours
-    group = dist.group.WORLD
-    assert group is not None
+    group = world()
     _made = group.rank(), group.size(), backend
     return group
 
@@ -64,13 +63,16 @@ def _tried(options: Mapping[str, Any]) -> str:
     )
 
 
+def world() -> dist.ProcessGroup:
+    """The default group, which there is."""
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
 def group_of_launcher() -> dist.ProcessGroup:
     """The default group, which the first call makes from the variables of torchrun."""
-    if dist.is_initialized():
-        group = dist.group.WORLD
-        assert group is not None
-        return group
-    return start_group()
+    return world() if dist.is_initialized() else start_group()
 
 
 def group_under_mpi(processes: Processes, backend: str = "gloo") -> dist.ProcessGroup:
@@ -88,9 +90,7 @@ def group_under_mpi(processes: Processes, backend: str = "gloo") -> dist.Process
                 f"{processes.rank} of {processes.size}; "
                 f"call torch.distributed.destroy_process_group() first"
             )
-    group = dist.group.WORLD
-    assert group is not None
-    return group
+    return world()
 
 
 @atexit.register
