@@ -12,30 +12,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import NoReturn, Protocol
+from typing import TYPE_CHECKING, NoReturn
 
 from powergossip import launcher, ulfm
 from powergossip.errors import BadInput, PeerLost, Signaled, Stopped, Unconnected
 
-
-class Group(Protocol):
-    """The connected processes: a part of network.Processes."""
-
-    rank: int
-    size: int
-
-    @property
-    def is_first(self) -> bool: ...
-
-    def finalize(self) -> None: ...
-
-    def end(self, code: int) -> NoReturn: ...
+if TYPE_CHECKING:
+    from powergossip.network import Processes
 
 
-_connected: Group | None = None  # the processes of this run
+_connected: "Processes | None" = None  # the processes of this run
 
 
-def connect(found: Group) -> None:
+def connect(found: "Processes") -> None:
     """Record the processes of this run."""
     global _connected
     _connected = found
@@ -86,7 +75,7 @@ def end_with_sentences() -> None:
         sys.excepthook = hook
 
 
-def end_together(found: Group) -> None:
+def end_together(found: "Processes") -> None:
     """End all processes on an uncaught exception: the others would wait for messages forever."""
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -124,7 +113,7 @@ def end_together(found: Group) -> None:
 
 def end_alone(
     process: int,
-    group: Group,
+    group: "Processes",
     end_others: Callable[[], None],
     others_live: Callable[[], bool],
 ) -> None:
@@ -174,13 +163,9 @@ def end_alone(
 _alone = False
 
 
-def are_up_to_the_hook(error: BadInput | Stopped, several: bool) -> bool:
-    """True if an error must reach `sys.excepthook`, which then ends the processes.
-
-    Args:
-        several: True if the run has several processes.
-    """
-    return _alone or (several and isinstance(error, Stopped) and not error.in_all_processes)
+def are_up_to_the_hook(error: BadInput | Stopped) -> bool:
+    """True if an error must reach `sys.excepthook`, which then ends the processes."""
+    return _alone or (are_several() and isinstance(error, Stopped) and not error.in_all_processes)
 
 
 @contextmanager

@@ -401,7 +401,7 @@ def assign(config: DictConfig, key: str, value: Any, place: str = "") -> None:
     try:
         with new:
             OmegaConf.update(config, key, value, merge=False)
-    except (OmegaConfBaseException, TypeError, ValueError) as error:
+    except (OmegaConfBaseException, RecursionError, TypeError, ValueError) as error:
         raise wrong_type from error
 
 
