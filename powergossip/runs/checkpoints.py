@@ -40,12 +40,11 @@ from torch import Tensor
 from powergossip.atomic_files import Drafts, sync_folder
 from powergossip.errors import BadInput, Dropped
 from powergossip.network import Processes
-from powergossip.runs.files import CHECKPOINTS, INDEX
 from powergossip.state_trees import Tree, map_tensors
 
 T = TypeVar("T")
 
-FOLDER, _INDEX = CHECKPOINTS, INDEX
+FOLDER, _INDEX = "checkpoints", "index.json"
 _VERSION = 1
 _KEPT = ("last", "best", "before")  # entries of the index
 _ENTRY = {"folder", "step", "score", "parts", "facts"}
