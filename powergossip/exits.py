@@ -12,19 +12,30 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn, Protocol
 
 from powergossip import launcher, ulfm
 from powergossip.errors import BadInput, PeerLost, Signaled, Stopped, Unconnected
 
-if TYPE_CHECKING:
-    from powergossip.network import Processes
+
+class Group(Protocol):
+    """The connected processes: a part of network.Processes."""
+
+    rank: int
+    size: int
+
+    @property
+    def is_first(self) -> bool: ...
+
+    def finalize(self) -> None: ...
+
+    def end(self, code: int) -> NoReturn: ...
 
 
-_connected: "Processes | None" = None  # the processes of this run
+_connected: Group | None = None  # the processes of this run
 
 
-def connect(found: "Processes") -> None:
+def connect(found: Group) -> None:
     """Record the processes of this run."""
     global _connected
     _connected = found
@@ -75,7 +86,7 @@ def end_with_sentences() -> None:
         sys.excepthook = hook
 
 
-def end_together(found: "Processes") -> None:
+def end_together(found: Group) -> None:
     """End all processes on an uncaught exception: the others would wait for messages forever."""
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -113,7 +124,7 @@ def end_together(found: "Processes") -> None:
 
 def end_alone(
     process: int,
-    group: "Processes",
+    group: Group,
     end_others: Callable[[], None],
     others_live: Callable[[], bool],
 ) -> None:
