@@ -19,8 +19,25 @@ from powergossip.training.gradients import Gradients
 from powergossip.training.live_models import AliveWorkers
 from powergossip.training.measurements import Rows
 from powergossip.training.methods import Learner
-from powergossip.training.position import Moment, Position
 from powergossip.training.schedule import learning_rate
+
+
+class Position(NamedTuple):
+    """A place in a run.
+
+    Attributes:
+        step: Step in the epoch.
+        sums: Sums of metrics over the steps of the epoch so far, each [worker].
+    """
+
+    epoch: int = 0
+    step: int = 0
+    sums: dict[str, Tensor] = {}  # noqa: RUF012 replaced, never changed
+
+
+# Between steps, when all processes know the same: where a run that ends now resumes, and the signal
+# that some process has received, or None.
+Moment = tuple[Position, int | None]
 
 
 class Computation(NamedTuple):
@@ -109,7 +126,7 @@ class Execution:
             number = self.run.agreement.between_steps(
                 self.step, epoch + 1, ends, self.view, signals.received
             )
-            yield Moment(Position(epoch, step + 1, sums), number)
+            yield Position(epoch, step + 1, sums), number
 
     def end(self, last: Callable[[], None]) -> None:
         """Call a last action, such as a figure, in one process, and wait for it."""

@@ -1,30 +1,32 @@
 """The trainer: everything between a checked configuration and the rows of a run."""
 
+import platform
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from powergossip import tasks
-from powergossip.network import Processes
+from powergossip import kernels, tasks
+from powergossip.network import Processes, cuda_aware_mpi
 from powergossip.runs import metrics
 from powergossip.runs.checkpoints import Checkpoints
 from powergossip.runs.metrics import Hooks
 from powergossip.runs.progress import Progress
 from powergossip.runs.signals import Signals
 from powergossip.state_trees import map_tensors
-from powergossip.training import compilation, construction, facts, resizing
+from powergossip.training import compilation, construction, resizing
 from powergossip.training.config import Settings
 from powergossip.training.ending import PATIENCE, interrupted
 from powergossip.training.evaluation import Evaluation
 from powergossip.training.final_merge import merge
 from powergossip.training.measurements import log_phases, log_skipped
 from powergossip.training.methods import diffusion_rate
-from powergossip.training.position import Position
 from powergossip.training.resuming import load_checkpoint
 from powergossip.training.state import load_run, run_state
+from powergossip.training.stepping import Position
 
 
 class Trainer:
@@ -85,16 +87,32 @@ class Trainer:
 
     def facts(self) -> dict[str, Any]:
         """Metadata of the run: software versions, layout of processes, topology, data."""
-        built, layout = self._built, self.parameters.layout
-        run = {
-            "diffusion_rate": diffusion_rate(self.config, self.network.topology, layout),
+        built, network, layout = self._built, self.network, self.parameters.layout
+        mpi_on_gpu = network.device.type == "cuda" and built.transport == "mpi"
+        counts = self.task.label_counts()  # [worker][label]
+        return {
+            "processes": network.processes.size,
+            "n_workers": network.n_workers,
+            "threads_per_process": torch.get_num_threads(),
+            "device": str(network.device),
+            "transport": built.transport,
+            "run": network.processes.name or None,
+            "cuda_aware_mpi": cuda_aware_mpi() if mpi_on_gpu else None,
+            "messages_staged_in_host_memory": network.connection.stage,
+            "kernels": kernels.name(kernels.load(network)),
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "topology": network.topology.summary(),
+            "parameters": layout.size,
+            "samples": dict(self.task.samples),
+            **getattr(self.task, "facts", {}),
+            **({} if counts is None else {"label_counts": counts.tolist()}),
+            "diffusion_rate": diffusion_rate(self.config, network.topology, layout),
             "batched_gradients": built.run.gradients.are_batched,
             "steps_per_epoch": self.steps_per_epoch,
             "metric": built.metric,
+            **self.execution.facts(),
         }
-        environment = facts.environment_facts(self.network, built.transport)
-        task = facts.task_facts(self.task, self.parameters)
-        return environment | task | run | self.execution.facts()
 
     # --- Training ---
 
@@ -134,18 +152,17 @@ class Trainer:
             save(position)
         shown = self.processes.writes and c.log_verbosity > 0
         tokens = c.n_workers * getattr(self.task, "tokens_in_batch", 0)
-        bar = Progress(c.num_epochs * self.steps_per_epoch, self.step, shown, tokens)
+        bar = Progress(self.total_steps, self.step, shown, tokens)
         patience = None if self._built.transport in ("none", "mpi") else PATIENCE
         with bar, Signals(patience=patience) as signals:
             for epoch in range(position.epoch, c.num_epochs):
-                for moment in self.execution.epoch(position, signals):
-                    position = moment.position
+                for position, number in self.execution.epoch(position, signals):  # noqa: B020
                     bar.advance_to(self.step)
-                    if moment.signal is not None:
+                    if number is not None:
                         signals.agreed = True
                         save(position)
                         missing = self.execution.missing
-                        raise interrupted(moment.signal, self.step, epoch + 1, missing)
+                        raise interrupted(number, self.step, epoch + 1, missing)
                 if c.final_merge and epoch + 1 == c.num_epochs:
                     with self.clock("averaging"), compilation.not_compiled(c.torch_compile):
                         merge(self._built.run)
@@ -208,7 +225,7 @@ class Trainer:
             self.network.n_workers, workers, self.steps_per_epoch, state, self.execution.rule
         )
         found = load_checkpoint(
-            folder, self.config, self.processes, self.parameters, workers, start, self._data
+            folder, self.config, self.processes, self.parameters, start, self._data
         )
         if found is not None:
             saved, self.metrics_bytes, self.workers_before, self.restored = found

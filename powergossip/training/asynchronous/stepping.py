@@ -17,8 +17,7 @@ from powergossip.training.asynchronous.rows import SharedRows
 from powergossip.training.asynchronous.workers import EdgeWorkers, as_bytes, from_bytes
 from powergossip.training.live_models import AliveWorkers
 from powergossip.training.measurements import Rows
-from powergossip.training.position import Moment, Position
-from powergossip.training.stepping import Computation, Execution
+from powergossip.training.stepping import Computation, Execution, Moment, Position
 
 
 class OnVirtualClock(Execution):
@@ -154,8 +153,8 @@ class AcrossProcesses(Execution):
             self.step = step = end if complete else first + min(taken)
             self.run.agreement.note_norms(self.view.workers, self.view.x, step, epoch + 1)
             number = self.run.agreement.agree(signals.received)
-            yield Moment(Position(epoch, step - first), number)
-        yield Moment(Position(epoch, per_epoch, self.workers.take_sums()))
+            yield Position(epoch, step - first), number
+        yield Position(epoch, per_epoch, self.workers.take_sums()), None
 
     def _steps_between(self, first: int, end: int) -> int:
         """The steps of this process' workers after `first`, on average, fewer than to the end."""
