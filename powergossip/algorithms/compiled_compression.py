@@ -67,11 +67,13 @@ class Loops:
         self._codec = codec
         self._draw = kernels.function(library, "draw_positions", "pu", "i")
         self._encode = kernels.function(library, "compressed_encode", "piupipp")
-        self._choco = kernels.function(library, "choco_average", "pippppipp")
+        self._flow = kernels.function(library, "choco_flow", "pipppp")
+        self._choco = kernels.function(library, "choco_average", "pippppippp")
         self._deepsqueeze = kernels.function(library, "deepsqueeze_average", "pippppi")
         tensors = _tensors(codec)
         longest = max(t.length for t in tensors)
         kind = _KINDS[type(codec.compressor)]
+        self._has_flow = kind == _AT_POSITIONS
         self._drawn: int | None = None  # the counter of the positions
         # Memory that the plan refers to.
         self._table = (_Tensor * len(tensors))(*tensors)
@@ -119,18 +121,34 @@ class Loops:
             start = stop
         self._drawn = counter
 
+    def flow(self, rates: Tensor, public: Tensor, publics: Tensor) -> Tensor:
+        """Σ_j r_ij (x̂_j − x̂_i) [worker, D], for public copies x̂_i [worker, D] and x̂_j
+        [worker, neighbor, D]. Empty unless all workers send the same positions."""
+        if not self._has_flow:
+            return public.new_empty(0)
+        flow = torch.empty_like(public)
+        tensors = (kernels.address(t) for t in (rates, public, publics, flow))
+        self._flow(self._at, rates.shape[1], *tensors)
+        return flow
+
     def choco(
-        self, x: Tensor, rates: Tensor, received: Tensor, public: Tensor, publics: Tensor
+        self,
+        x: Tensor,
+        rates: Tensor,
+        received: Tensor,
+        public: Tensor,
+        publics: Tensor,
+        flow: Tensor,
     ) -> None:
         """x̂ ← x̂ + q for all copies, then x ← x + Σ_j r_ij (x̂_j − x̂_i).
 
-        The own messages are those encoded last.
+        The own messages are those encoded last. `flow` is the copies' flow, and is kept up to date.
         """
         self._choco(
             *(self._at, rates.shape[1], kernels.address(rates)),
             *(kernels.address(self._codec.message), kernels.address(received)),
             *(_rows(x), x.stride(0)),
-            *(kernels.address(tensor) for tensor in (public, publics)),
+            *(kernels.address(tensor) for tensor in (public, publics, flow)),
         )
 
     def deepsqueeze(self, x: Tensor, rates: Tensor, received: Tensor) -> None:

@@ -4,6 +4,7 @@ On a CPU, compiled loops do the same arithmetic in fewer passes over memory, whe
 for the compressor. See compiled_compression.py.
 """
 
+from collections.abc import Mapping
 from functools import cached_property, partial
 from typing import Any, ClassVar
 
@@ -95,6 +96,7 @@ class ChocoGossip(Saved):
         self._senders, self._neighbors = network.row_workers, network.neighbors
         self.public = torch.zeros(network.rows, codec.elements, **where)
         self.publics = torch.zeros(*network.neighbors.shape, codec.elements, **where)
+        self._flow: Tensor | None = None  # for the compiled loops, Σ_j γ w_ij (x̂_j − x̂_i)
         self._steps = 0
 
     @cached_property
@@ -127,6 +129,7 @@ class ChocoGossip(Saved):
         message = self.message(x, t)
         received = codec.incoming((yield ToAll(codec.outgoing(message))))
         self.update(out, message, received, t)
+        self._flow = None
         self._steps += 1
 
     def message(self, x: Tensor, t: int) -> Tensor:
@@ -158,15 +161,24 @@ class ChocoGossip(Saved):
             out.mul_(self._rate_of_elements)
 
     def _compiled_step(self, loops: compiled_compression.Loops, x: Tensor) -> Conversation:
-        """The same."""
+        """The same. Where all q have the same positions, the sum is updated there only."""
+        copies = self.public, self.publics
+        if self._flow is None:
+            self._flow = loops.flow(self._rates, *copies)
         received = yield ToAll(loops.encode(True, x, self.public, self._steps))
-        loops.choco(x, self._rates, received, self.public, self.publics)
+        loops.choco(x, self._rates, received, *copies, self._flow)
         self._steps += 1
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state returned by `state_dict()`."""
+        super().load_state_dict(state)
+        self._flow = None
 
     def begin_at(self, point: Tensor) -> None:
         """x̂_j ← point [D] for all j. See `averaging.Copies`."""
         self.public.copy_(point)
         self.publics.copy_(point)
+        self._flow = None
 
 
 class DeepSqueeze(Saved):

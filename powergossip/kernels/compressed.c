@@ -418,7 +418,7 @@ static int sparse(const Plan *plan) { return plan->kind >= TOP_K; }
    sparse C(v) is added as a whole, with the first of them. */
 static void add(
     const Plan *plan, const Tensor *t, const u8 *message, i64 from, i64 count, float factor,
-    float *restrict out
+    float *out
 ) {
     if (sparse(plan)) {
         if (from == 0) add_sparse(plan, t, message, factor, out);
@@ -426,8 +426,7 @@ static void add(
     }
     float q[BLOCK];
     decode(plan, t, message, from, count, q);
-    out += t->start + from;
-    for (i64 i = 0; i < count; i++) out[i] += factor * q[i];
+    for (i64 i = 0; i < count; i++) out[t->start + from + i] += factor * q[i];
 }
 
 /* The messages of all rows [row, bytes]: C(x − p), or C(v) of v = p + x with p ← v − C(v). */
@@ -453,8 +452,8 @@ void compressed_encode(
 
 /* x ← x + Σ_j r_ij (x̂_j − x̂_i) for at most BLOCK elements of a worker. */
 static void add_flow(
-    const Plan *plan, i64 from, i64 count, i64 slots, const float *rates, const float *restrict own,
-    const float *restrict others, float *restrict x
+    const Plan *plan, i64 from, i64 count, i64 slots, const float *rates, const float *own,
+    const float *others, float *restrict x
 ) {
     float sum[BLOCK] = {0};
     for (i64 slot = 0; slot < slots; slot++) {
@@ -466,8 +465,36 @@ static void add_flow(
     for (i64 i = 0; i < count; i++) x[from + i] += sum[i];
 }
 
-/* x̂ ← x̂ + q for a worker and its neighbors, x ← x + Σ_j r_ij (x̂_j − x̂_i), tensor by tensor, as
-   the copies of one may fit into the second cache. */
+/* flow = Σ_j r_ij (x̂_j − x̂_i) [row, D] */
+void choco_flow(
+    const Plan *plan, i64 slots, const float *rates, const float *public, const float *publics,
+    float *flow
+) {
+    i64 elements = plan->elements;
+    memset(flow, 0, plan->rows * elements * sizeof(float));
+    for (i64 row = 0; row < plan->rows; row++)
+        for (i64 from = 0; from < elements; from += BLOCK)
+            add_flow(
+                plan, from, smaller(BLOCK, elements - from), slots, rates + row * slots,
+                public + row * elements, publics + row * slots * elements, flow + row * elements
+            );
+}
+
+/* x̂ ← x̂ + q for a worker and its neighbors, see `add`. */
+static void add_to_copies(
+    const Plan *plan, const Tensor *t, i64 from, i64 count, i64 slots, const float *rates,
+    const u8 *message, const u8 *received, float *own, float *others
+) {
+    add(plan, t, message, from, count, 1, own);
+    for (i64 slot = 0; slot < slots; slot++)
+        if (rates[slot] != 0) {
+            float *there = others + slot * plan->elements;
+            add(plan, t, received + slot * plan->bytes, from, count, 1, there);
+        }
+}
+
+/* The same, and x ← x + Σ_j r_ij (x̂_j − x̂_i), tensor by tensor, as the copies of one may fit into
+   the second cache. */
 static void choco_row(
     const Plan *plan, i64 slots, const float *rates, const u8 *message, const u8 *received,
     float *restrict x, float *restrict own, float *restrict others
@@ -475,28 +502,49 @@ static void choco_row(
     for (const Tensor *t = plan->tensor; t < plan->tensor + plan->tensors; t++)
         for (i64 from = 0, count; from < t->length; from += count) {
             count = smaller(BLOCK, t->length - from);
-            add(plan, t, message, from, count, 1, own);
-            for (i64 slot = 0; slot < slots; slot++)
-                if (rates[slot] != 0) {
-                    float *there = others + slot * plan->elements;
-                    add(plan, t, received + slot * plan->bytes, from, count, 1, there);
-                }
+            add_to_copies(plan, t, from, count, slots, rates, message, received, own, others);
             add_flow(plan, t->start + from, count, slots, rates, own, others, x);
         }
 }
 
+/* The same where all messages have the same positions, at which alone the flow changes. It is
+   computed from the copies there, not updated, so that rounding errors do not accumulate. */
+static void choco_row_at_positions(
+    const Plan *plan, i64 slots, const float *rates, const u8 *message, const u8 *received,
+    float *restrict x, float *own, float *others, float *restrict flow
+) {
+    for (const Tensor *t = plan->tensor; t < plan->tensor + plan->tensors; t++) {
+        add_to_copies(plan, t, 0, 0, slots, rates, message, received, own, others);
+        for (i64 k = 0; k < t->kept; k++) {
+            i64 at = place(plan, t, message, k);
+            float sum = 0;
+            for (i64 slot = 0; slot < slots; slot++)
+                if (rates[slot] != 0)
+                    sum += rates[slot] * (others[slot * plan->elements + at] - own[at]);
+            flow[at] = sum;
+        }
+    }
+    for (i64 i = 0; i < plan->elements; i++) x[i] += flow[i];
+}
+
 /* message [row, bytes], received [row, slot, bytes], rates r_ij [row, slot], public [row, D],
-   publics [row, slot, D]. */
+   publics [row, slot, D], flow [row, D] of AT_POSITIONS. */
 void choco_average(
     const Plan *plan, i64 slots, const float *rates, const u8 *message, const u8 *received,
-    float *x, i64 stride, float *public, float *publics
+    float *x, i64 stride, float *public, float *publics, float *flow
 ) {
-    const i64 elements = plan->elements, bytes = plan->bytes;
-    for (i64 row = 0; row < plan->rows; row++)
-        choco_row(
-            plan, slots, rates + row * slots, message + row * bytes, received + row * slots * bytes,
-            x + row * stride, public + row * elements, publics + row * slots * elements
-        );
+    for (i64 row = 0; row < plan->rows; row++) {
+        const float *of_row = rates + row * slots;
+        const u8 *out = message + row * plan->bytes, *in = received + row * slots * plan->bytes;
+        float *own = public + row * plan->elements;
+        float *others = publics + row * slots * plan->elements, *to = x + row * stride;
+        if (plan->kind == AT_POSITIONS)
+            choco_row_at_positions(
+                plan, slots, of_row, out, in, to, own, others, flow + row * plan->elements
+            );
+        else
+            choco_row(plan, slots, of_row, out, in, to, own, others);
+    }
 }
 
 /* x ← x + Σ_j r_ij (c_j − c_i). Arguments as above. */
