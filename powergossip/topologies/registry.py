@@ -123,7 +123,7 @@ def make(
 
 
 def _checked_options(
-    name: str, function: Callable[..., Topology], options: dict[str, Any]
+    name: str, function: Callable[..., Topology], options: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The options, with functions for the names of weights.
 
