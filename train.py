@@ -114,9 +114,7 @@ def main(arguments: list[str] | None = None) -> Path:
         record = recorder.Recorder(run, hooks, __file__)
         trainer = run.trainer(record.hooks)
         with record.recording(trainer):
-            saved = record.checkpoints(trainer)
-            trainer.train(saved, record.offset, record.rows_were_lost)
-            trainer.end(lambda: record.report(trainer))
+            record.train(trainer)
         return record.folder
 
 

@@ -174,13 +174,9 @@ def end_alone(
 _alone = False
 
 
-def are_up_to_the_hook(error: BadInput | Stopped, several: bool) -> bool:
-    """True if an error must reach `sys.excepthook`, which then ends the processes.
-
-    Args:
-        several: True if the run has several processes.
-    """
-    return _alone or (several and isinstance(error, Stopped) and not error.in_all_processes)
+def are_up_to_the_hook(error: BadInput | Stopped) -> bool:
+    """True if an error must reach `sys.excepthook`, which then ends the processes."""
+    return _alone or (are_several() and isinstance(error, Stopped) and not error.in_all_processes)
 
 
 @contextmanager

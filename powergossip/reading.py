@@ -8,8 +8,6 @@ from typing import Any
 import yaml
 
 MOST_BYTES = 2**30
-MOST_VALUES = 10**5  # of a file in YAML, with those that aliases repeat
-DEEPEST = 20  # level of a list or mapping in YAML
 
 
 class Unreadable(ValueError):
@@ -48,45 +46,17 @@ def document(text: str) -> tuple[Any, dict[str, int]]:
         node = loader.get_single_node()
         if node is None:
             return None, {}
-        _check_size(node)
         found = loader.construct_document(node)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"line {mark.line + 1}: " if mark else ""
         raise Unreadable(where + (getattr(error, "problem", None) or str(error))) from error
     except RecursionError:
-        raise Unreadable(_TOO_DEEP) from None
+        raise Unreadable("too many levels of lists or mappings") from None
     except ValueError as error:  # a number of thousands of digits
         raise Unreadable(str(error)) from error
     pairs = node.value if isinstance(node, yaml.MappingNode) else ()
     return found, {str(key.value): key.start_mark.line + 1 for key, _ in pairs}
-
-
-_TOO_DEEP = f"lists or mappings in more than {DEEPEST} levels"
-
-
-def _check_size(node: yaml.Node) -> None:
-    """Raise Unreadable for a value that contains itself, or is too deep or too large."""
-    sizes: dict[int, int] = {}  # id of a node → values in it; 0 while they are counted
-
-    def size(node: yaml.Node, level: int) -> int:
-        if isinstance(node, yaml.ScalarNode):
-            return 1
-        if level > DEEPEST:
-            raise Unreadable(_TOO_DEEP)
-        if id(node) not in sizes:
-            sizes[id(node)] = 0
-            mapping = isinstance(node, yaml.MappingNode)
-            children = [n for pair in node.value for n in pair] if mapping else node.value
-            sizes[id(node)] = 1 + sum(size(child, level + 1) for child in children)
-        found = sizes[id(node)]
-        if not found:
-            raise Unreadable(f"line {node.start_mark.line + 1}: a value that contains itself")
-        if found > MOST_VALUES:
-            raise Unreadable(f"more than {MOST_VALUES} values")
-        return found
-
-    size(node, 0)
 
 
 class Loader(yaml.SafeLoader):

@@ -1,7 +1,6 @@
 """The values of keys on a command line, in files and in the configuration of a saved run."""
 
 import difflib
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from powergossip import presets, reading
 from powergossip.errors import BadInput
 from powergossip.runs import metrics
-from powergossip.runs.files import CHECKPOINTS, CONFIG_FILE, INDEX
+from powergossip.runs.files import CONFIG_FILE
 from powergossip.runs.key_help import defaults_of, schema
 
 OPTION = "optimizer_"  # of keys of options of methods
@@ -67,22 +66,9 @@ def _assignments(
 
 
 def saved_values(folder: Path) -> dict[Any, tuple[Any, int]]:
-    """Key → (value, line) of a run's config.yaml. Raises BadInput.
-
-    If that is missing, or a power failure has left it empty, the last checkpoint has the values.
-    """
+    """Key → (value, line) of a run's config.yaml. Raises BadInput."""
     file = folder / CONFIG_FILE
-    try:
-        return _read_yaml(str(file), file)
-    except BadInput:
-        if file.exists() and (not file.is_file() or file.read_bytes().strip(b"\0")):
-            raise
-        try:
-            index = json.loads((folder / CHECKPOINTS / INDEX).read_bytes())
-            return {key: (value, 1) for key, value in index["last"]["facts"]["config"].items()}
-        except (OSError, ValueError, LookupError, TypeError, AttributeError):
-            pass  # no such index
-        raise
+    return _read_yaml(str(file), file)
 
 
 def of_saved_run(config: DictConfig, folder: Path) -> list[Assignment]:

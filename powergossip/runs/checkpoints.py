@@ -40,12 +40,11 @@ from torch import Tensor
 from powergossip.atomic_files import Drafts, sync_folder
 from powergossip.errors import BadInput, Dropped
 from powergossip.network import Processes
-from powergossip.runs.files import CHECKPOINTS, INDEX
 from powergossip.state_trees import Tree, map_tensors
 
 T = TypeVar("T")
 
-FOLDER, _INDEX = CHECKPOINTS, INDEX
+FOLDER, _INDEX = "checkpoints", "index.json"
 _VERSION = 1
 _KEPT = ("last", "best", "before")  # entries of the index
 _ENTRY = {"folder", "step", "score", "parts", "facts"}
@@ -187,9 +186,14 @@ class Checkpoints:
 
     def load(self, workers: range, which: str = "last") -> Tree:
         """Return the state of these workers, on the CPU, from an existing checkpoint."""
+        pieces = []
         with self._processes.agreed():
-            state = self._load(workers, which)
-        return state
+            for there, read in self._parts(which):
+                wanted = range(max(there.start, workers.start), min(there.stop, workers.stop))
+                if wanted:
+                    rows = slice(wanted.start - there.start, wanted.stop - there.start)
+                    pieces.append(rows_of(read(), rows))
+        return join(pieces)
 
     def visit(self, take: Callable[[range, Tree], None], which: str = "last") -> None:
         """Call take(workers, state) for each part of an existing checkpoint, on the CPU.
@@ -286,15 +290,6 @@ class Checkpoints:
             if other.name not in named:
                 drafts.remove(other.name)
         return name
-
-    def _load(self, workers: range, which: str) -> Tree:
-        pieces = []
-        for there, read in self._parts(which):
-            wanted = range(max(there.start, workers.start), min(there.stop, workers.stop))
-            if wanted:
-                rows = slice(wanted.start - there.start, wanted.stop - there.start)
-                pieces.append(rows_of(read(), rows))
-        return join(pieces)
 
     def _parts(self, which: str) -> Iterator[tuple[range, partial[Tree]]]:
         """The workers of each part, in their order, and a function that reads it."""

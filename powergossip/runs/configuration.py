@@ -401,7 +401,7 @@ def assign(config: DictConfig, key: str, value: Any, place: str = "") -> None:
     try:
         with new:
             OmegaConf.update(config, key, value, merge=False)
-    except (OmegaConfBaseException, TypeError, ValueError) as error:
+    except (OmegaConfBaseException, RecursionError, TypeError, ValueError) as error:
         raise wrong_type from error
 
 
@@ -424,7 +424,7 @@ def run_entry_point(main: Callable[[list[str]], object]) -> None:
     try:
         main(sys.argv[1:])
     except (BadInput, errors.Stopped) as error:
-        if exits.are_up_to_the_hook(error, exits.are_several()):
+        if exits.are_up_to_the_hook(error):
             raise
         _report_once(error)
         sys.exit(exits.exit_code(exits.code_of(error), exits.is_first()))

@@ -5,8 +5,6 @@ CONFIG_FILE = "config.yaml"
 INFO_FILE = "info.json"
 FIGURE, SAMPLE = "figure.png", "sample.txt"
 
-CHECKPOINTS, INDEX = "checkpoints", "index.json"
-
 DATE = "{date}"
 DATED = f"output/{DATE}"  # a new folder with its date
 

@@ -101,16 +101,11 @@ class MetricsLog:
         while left:  # on an almost full disk, the first write is short and the next one fails
             left = left[self._file.write(left) :]
 
-    @property
     def offset(self) -> int:
-        """Size of the file in bytes, which a checkpoint stores."""
-        return os.fstat(self._file.fileno()).st_size
-
-    def synced_offset(self) -> int:
-        """Return `offset` after all rows have been written to the disk."""
+        """Size of the file in bytes, which a checkpoint stores. All rows are on the disk then."""
         with naming(self.path):
             os.fsync(self._file.fileno())
-        return self.offset
+        return os.fstat(self._file.fileno()).st_size
 
     def close(self) -> None:
         self._file.close()

@@ -143,10 +143,6 @@ class Output:
         self._drafts.replace(metrics.FILE, rows, sync=True)
         self.rows = metrics.MetricsLog(self.folder / metrics.FILE)
 
-    def offset(self) -> int:
-        """The bytes of metrics.jsonl, which are on the disk."""
-        return self.rows.synced_offset()
-
     def write(self, name: str, values: Mapping[str, float], tags: Mapping[str, Any]) -> None:
         """Write a row to metrics.jsonl and to the trackers. Raises CannotWrite."""
         with self._writing():

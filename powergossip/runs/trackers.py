@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from powergossip.checks import BadValue
 
@@ -44,25 +44,6 @@ class Resumed:
     facts: Mapping[str, Mapping[str, Any]]
 
 
-class Tracker(Protocol):
-    """A run in a tracker.
-
-    Attributes:
-        facts: Identity of the run, for info.json.
-    """
-
-    facts: dict[str, Any]
-
-    def write(self, step: int, rows: Sequence[Scalar]) -> None:
-        """Add the rows of a step. Steps increase."""
-
-    def close(self, complete: bool) -> None:
-        """End the run."""
-
-
-Begin = Callable[[Path, Mapping[str, Any], Resumed | None], Tracker]
-
-
 def scalar(name: str, tags: Mapping[str, Any]) -> str:
     """Return the name of a row's scalar."""
     return "/".join([name, *(f"{key}-{value}" for key, value in tags.items())])
@@ -74,7 +55,11 @@ def step_of(values: Mapping[str, float]) -> int:
 
 
 class TensorBoard:
-    """Event files in the output folder."""
+    """Event files in the output folder.
+
+    Attributes:
+        facts: Identity of the run, for info.json.
+    """
 
     def __init__(self, folder: Path, config: Mapping[str, Any], resumed: Resumed | None):
         from torch.utils.tensorboard import SummaryWriter
@@ -85,6 +70,7 @@ class TensorBoard:
         self.facts: dict[str, Any] = {}
 
     def write(self, step: int, rows: Sequence[Scalar]) -> None:
+        """Add the rows of a step. Steps increase."""
         for name, values in rows:
             self._writer.add_scalar(name, values["value"], step)
         self._writer.flush()
@@ -128,8 +114,10 @@ class WeightsAndBiases:
         self._run.finish(exit_code=0 if complete else 1)
 
 
+Tracker = TensorBoard | WeightsAndBiases
+
 # name: class; module that it needs, with one of its names; packages for pip
-TRACKERS: dict[str, tuple[Begin, str, str, str]] = {
+TRACKERS: dict[str, tuple[type[Tracker], str, str, str]] = {
     "tensorboard": (TensorBoard, "torch.utils.tensorboard", "SummaryWriter", "tensorboard"),
     "wandb": (WeightsAndBiases, "wandb", "init", "wandb"),
 }

@@ -46,14 +46,13 @@ class Recorder:
     Attributes:
         hooks: Hooks for a writer that takes over, too.
         folder: Folder of the run, in all processes, within `recording`.
-        rows_were_lost: True if rows of a resumed run were missing.
     """
 
     def __init__(self, run: NewRun, given: Hooks, program: str):
         self._run, self._program = run, program
         self.hooks = replace(given, take_over=self._take_over)
         self.folder = Path()
-        self.rows_were_lost = False
+        self._rows_were_lost = False
         self.output: Output | None = None  # in the process that writes
 
     @contextmanager
@@ -107,22 +106,24 @@ class Recorder:
         if found is None:
             text = "the process that prepares the output folder was lost before the first step"
             raise Stopped(text)
-        self.folder, self.rows_were_lost = found
+        self.folder, self._rows_were_lost = found
         if self.output is not None:
             self.hooks.log_info(trainer.facts())
             _print_start(trainer, run.resumed)
 
-    def checkpoints(self, trainer: Trainer) -> Checkpoints:
-        """Where the run is saved."""
-        return Checkpoints(self.folder, trainer.processes)
+    def train(self, trainer: Trainer) -> None:
+        """Train the run, with checkpoints in its folder, and report it. All processes call it."""
+        saved = Checkpoints(self.folder, trainer.processes)
+        trainer.train(saved, self._offset, self._rows_were_lost)
+        trainer.end(lambda: self._report(trainer))
 
-    def offset(self) -> int:
+    def _offset(self) -> int:
         """The bytes of metrics.jsonl that are on the disk."""
         if self.output is None:
             return metrics.complete_bytes(self.folder / metrics.FILE)
-        return self.output.offset()
+        return self.output.rows.offset()
 
-    def report(self, trainer: Trainer) -> None:
+    def _report(self, trainer: Trainer) -> None:
         """Draw the figure and print the table, in the process that writes. The run is complete."""
         if self.output is not None:
             c, virtual = trainer.config, trainer.execution.time_is_virtual

@@ -7,12 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from omegaconf import OmegaConf
-
 from powergossip.network import Processes
 from powergossip.parameters import Parameters
+from powergossip.runs.assignments import saved_values
 from powergossip.runs.checkpoints import Checkpoints
-from powergossip.runs.files import OF_COMMAND
+from powergossip.runs.files import CONFIG_FILE, OF_COMMAND
 from powergossip.training import resizing
 from powergossip.training.config import Settings
 
@@ -66,7 +65,6 @@ def load_checkpoint(
     config: Settings,
     processes: Processes,
     parameters: Parameters,
-    workers: range,
     start: resizing.Start,
     data: str | None = None,
 ) -> Resumed | None:
@@ -91,7 +89,9 @@ def load_checkpoint(
                     f"evaluate_only=true: {folder} has no {which} checkpoint; use the folder "
                     "of a run that has one"
                 )
-            check_same_run_without_checkpoint(folder, config)
+            if (folder / CONFIG_FILE).exists():  # of another run, whose rows would be lost
+                values = {key: value for key, (value, _) in saved_values(folder).items()}
+                check_same_run(folder, values, config)
         return None
     which, entry = saved.intact(which, others=not config.evaluate_only)
     facts = entry["facts"]
@@ -109,7 +109,7 @@ def load_checkpoint(
         with processes.agreed():
             _check_evaluated_alone(folder, config, processes, saved_workers)
     if before == config.n_workers and saved_workers == before:
-        state = saved.load(workers, which)
+        state = saved.load(start.workers, which)
         with processes.agreed():
             _check_same_model(folder, state, parameters)
             present = len(state.get("alive", range(before)))
@@ -188,15 +188,6 @@ def _check_same_model(folder: Path, state: Mapping[str, Any], parameters: Parame
                 f"the run in {folder} has another model: {saved} elements of {name} for each "
                 f"worker, not {now}; use the same data and version of this program"
             )
-
-
-def check_same_run_without_checkpoint(folder: Path, config: Settings) -> None:
-    """Raise ValueError if the folder holds another run. Its rows would be lost."""
-    file = folder / "config.yaml"
-    if file.exists():
-        saved = OmegaConf.to_container(OmegaConf.load(file))
-        assert isinstance(saved, dict)
-        check_same_run(folder, {str(key): value for key, value in saved.items()}, config)
 
 
 def check_same_run(

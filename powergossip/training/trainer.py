@@ -152,7 +152,7 @@ class Trainer:
             save(position)
         shown = self.processes.writes and c.log_verbosity > 0
         tokens = c.n_workers * getattr(self.task, "tokens_in_batch", 0)
-        bar = Progress(c.num_epochs * self.steps_per_epoch, self.step, shown, tokens)
+        bar = Progress(self.total_steps, self.step, shown, tokens)
         patience = None if self._built.transport in ("none", "mpi") else PATIENCE
         with bar, Signals(patience=patience) as signals:
             for epoch in range(position.epoch, c.num_epochs):
@@ -225,7 +225,7 @@ class Trainer:
             self.network.n_workers, workers, self.steps_per_epoch, state, self.execution.rule
         )
         found = load_checkpoint(
-            folder, self.config, self.processes, self.parameters, workers, start, self._data
+            folder, self.config, self.processes, self.parameters, start, self._data
         )
         if found is not None:
             saved, self.metrics_bytes, self.workers_before, self.restored = found

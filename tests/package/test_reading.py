@@ -11,11 +11,6 @@ from powergossip.checks import BadValue
 from powergossip.events import scenario
 from powergossip.reading import Unreadable
 
-LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
-    f"{new}: &{new} [{', '.join(10 * [f'*{old}'])}]\n"
-    for old, new in zip("abcdefg", "bcdefgh", strict=True)
-)
-
 
 @pytest.mark.parametrize(
     ("text", "value"),
@@ -58,15 +53,11 @@ def test_strings_come_back(value: str) -> None:
     ("text", "reason"),
     [
         (5000 * "[" + 5000 * "]", "levels"),
-        (100 * "{a: [" + "1" + 100 * "]}", "levels"),
-        ("a: &a [1, *a]", "line 1: .* itself"),
-        ("\na: &a {b: [*a]}", "line 2: .* itself"),
-        (LAUGHS, "more than 100000 values"),
         ("9" * 5000, "digits"),
         ("!!int x", "x"),
         ("!!python/object:os.system {}", "line 1"),
     ],
-    ids=["nested", "nested mappings", "list", "mapping", "laughs", "digits", "tag", "object"],
+    ids=["nested", "digits", "tag", "object"],
 )
 def test_values_that_are_rejected(text: str, reason: str) -> None:
     with pytest.raises(Unreadable, match=reason) as found:

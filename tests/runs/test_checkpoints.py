@@ -411,14 +411,12 @@ def test_a_run_goes_back_to_its_best_checkpoint(tmp_path: Path) -> None:
     assert_equal_runs(back, tmp_path / "whole")
 
 
-@pytest.mark.parametrize("empty", [("config.yaml",), ("info.json",), ("config.yaml", "info.json")])
-def test_a_run_resumes_although_a_power_failure_has_emptied_files(
-    empty: tuple[str, ...], three: Path, finished: Path, tmp_path: Path
+def test_a_run_resumes_although_its_info_is_damaged(
+    three: Path, finished: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
     shutil.copytree(three, folder)
-    for name in empty:  # of length 0, or filled with zeros
-        (folder / name).write_bytes(bytes(99 * (len(empty) - 1)))
+    (folder / "info.json").write_bytes(bytes(99))
     arguments = ["--output-dir", str(folder), "resume=auto", "num_epochs=4"]
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -75,7 +75,7 @@ def test_a_tag_cannot_hide_a_value(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path / FILE)
     with pytest.raises(ValueError, match=r'loss.*"epoch"'):
         log.write("loss", values(1), {"epoch": 3})
-    assert log.offset == 0
+    assert log.offset() == 0
 
 
 def test_every_row_is_in_the_file_at_once_behind_those_before(tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_every_row_is_in_the_file_at_once_behind_those_before(tmp_path: Path) ->
         for k in (first, first + 1):
             log.write("loss", values(k), {})
             assert metrics.load(tmp_path)["value"].tolist() == list(range(k + 1))
-            assert log.offset == (tmp_path / FILE).stat().st_size
+            assert log.offset() == (tmp_path / FILE).stat().st_size
         log.close()
 
 
@@ -93,7 +93,7 @@ def test_a_row_that_does_not_fit_on_the_disk_is_an_error(tmp_path: Path) -> None
     log = MetricsLog(tmp_path / FILE)
     log.write("loss", values(1), {})
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (log.offset + 10, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (log.offset() + 10, hard))
     try:
         with pytest.raises(OSError, match="too large"):
             log.write("loss", values(2), {})
@@ -106,7 +106,7 @@ def test_an_incomplete_last_line_is_left_out(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path / FILE)
     for k in range(3):
         log.write("loss", values(k), {})
-    size = log.offset
+    size = log.offset()
     log.close()
     for cut in (1, 5, 40):
         os.truncate(tmp_path / FILE, size - cut)

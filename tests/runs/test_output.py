@@ -94,7 +94,7 @@ def test_a_resumed_run_keeps_its_information_and_the_rows_up_to_an_offset(
     first = Output(str(tmp_path), config)
     first.add_info({"a": 1, "b": 2})
     first.write("error", {"value": 1.0}, {})
-    offset = first.rows.offset
+    offset = first.rows.offset()
     first.write("error", {"value": 2.0}, {})
     first.close("Interrupted")
     again = Output(str(tmp_path), config, offset=offset)
@@ -245,7 +245,7 @@ def test_all_files_to_resume_from_are_on_the_disk(
     output = Output(str(folder), config)
     output.add_info({"a": 1})
     output.write("error", {"value": 1.0}, {})
-    facts = {"metrics_bytes": output.offset()}
+    facts = {"metrics_bytes": output.rows.offset()}
     Checkpoints(folder, Processes()).save(1, range(1), {"x": torch.zeros(1)}, facts)
     output.close()
     places = [folder, *folder.rglob("*")]

@@ -107,7 +107,7 @@ def _take_steps_of(
 
     def facts() -> dict[str, Any]:
         rows.take_over()
-        return {"metrics_bytes": found[-1].offset()}
+        return {"metrics_bytes": found[-1].rows.offset()}
 
     worker = group.index
     for epoch in range(1, EPOCHS + 1):

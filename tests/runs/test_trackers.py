@@ -98,7 +98,7 @@ def test_a_resumed_run_is_the_same_run_of_the_tracker(
 ) -> None:
     first = Output(str(tmp_path), config("recorder"))
     first.write("loss", row(1.0, 1), {})
-    offset = first.rows.offset
+    offset = first.rows.offset()
     first.write("loss", row(0.5, 2), {})
     first.close(ending)
     info = json.loads((tmp_path / "info.json").read_text())
