@@ -38,8 +38,9 @@ def from_file(
       (networkx's `{...}`, a weight) are ignored, but weights must be equal.
     - Adjacency list: a worker followed by its neighbors, each edge once or twice.
     - `#` starts a comment, and `%` a line that is one.
-    - Where workers are numbers, the first line may be their number, or names of columns. After their
-      number, maybe with the number of edges (METIS), each further line may have the neighbors only.
+    - Where workers are numbers, the first line may be their number, or names of columns. After
+      their number, maybe with the number of edges (METIS), each further line may have the neighbors
+      only.
 
     The suffix .edgelist or .adjlist determines the format. For other suffixes the contents do:
     lines of two names mean the same in both formats. If the names are 0 … n−1, they are the worker
