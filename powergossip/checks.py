@@ -6,6 +6,8 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, TypeGuard
 
+import numpy as np
+
 SMALLEST, LARGEST = 1.1754944e-38, 3.4028234e38  # normal numbers in single precision
 
 
@@ -31,15 +33,10 @@ class BadValue(ValueError):
 
 
 def plain(value: Any) -> Any:
-    """Values of numpy, as from np.logspace in a sweep, as Python's, and paths as strings, which
-    states and files can have. Those in lists and dictionaries, too. Others stay."""
-    if type(value) is dict:
-        return {key: plain(entry) for key, entry in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map(plain, value))
+    """A number of numpy as Python's, a path as a string, which states can have. Others stay."""
     if isinstance(value, Path):
         return str(value)
-    return value.tolist() if type(value).__module__ == "numpy" else value
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def check(name: str, value: object, ok: bool, accepted: str) -> None:

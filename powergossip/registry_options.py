@@ -114,7 +114,7 @@ def check(
     Raises:
         ValueError: For an unknown option, and BadValue for a value of another type.
     """
-    found = checks.plain(dict(given))
+    found = {option: checks.plain(value) for option, value in given.items()}
     for option, value in found.items():
         key = f"{prefix}{option}"
         if option not in known:

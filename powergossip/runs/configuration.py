@@ -32,7 +32,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from powergossip import __version__, checks, command_line, errors, exits, launcher, reading
+from powergossip import __version__, command_line, errors, exits, launcher, reading
 from powergossip.errors import BadInput
 from powergossip.runs import assignments
 from powergossip.runs.assignments import OPTION, Assignment
@@ -113,12 +113,12 @@ class _Typed(DictConfig):
         return found  # type: ignore[return-value]
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        value = checks.plain(value)
+        value = _without_numpy(value)
         with _errors_of_assignment(self, key, value), _new_options(self, str(key)):
             super().__setitem__(key, value)
 
     def __setattr__(self, key: str, value: Any) -> None:
-        value = checks.plain(value)
+        value = _without_numpy(value)
         with _errors_of_assignment(self, key, value), _new_options(self, key):
             super().__setattr__(key, value)
 
@@ -138,6 +138,16 @@ def _has_own_row(kind: type[Any], values: Mapping[Any, Any]) -> bool:
         for key in METHODS
         if (value := values.get(key)) is not None
     )
+
+
+def _without_numpy(value: Any) -> Any:
+    """Convert values of numpy, as from np.arange and np.logspace in a sweep, to Python's. Values in
+    lists and dictionaries, too."""
+    if type(value) is dict:
+        return {key: _without_numpy(entry) for key, entry in value.items()}
+    if type(value) in (list, tuple):
+        return [_without_numpy(entry) for entry in value]
+    return value.tolist() if type(value).__module__ == "numpy" else value
 
 
 @contextmanager

@@ -74,7 +74,7 @@ def make(
         ValueError: For an unknown name or option, an option of the wrong type, a graph of another
             size, a graph that is not connected, and a file that cannot be read.
     """
-    options = checks.plain(dict(options or {}))
+    options = {key: checks.plain(value) for key, value in dict(options or {}).items()}
     n_workers, seed = checks.plain(n_workers), checks.plain(seed)
     checks.at_least_one("n_workers", n_workers)
     if is_graph(name):
@@ -123,7 +123,7 @@ def make(
 
 
 def _checked_options(
-    name: str, function: Callable[..., Topology], options: Mapping[str, Any]
+    name: str, function: Callable[..., Topology], options: dict[str, Any]
 ) -> dict[str, Any]:
     """The options, with functions for the names of weights.
 
