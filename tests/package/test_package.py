@@ -74,7 +74,7 @@ MAY_IMPORT = {
     "consensus": RUNS | {"runs"},
     "prediction": RUNS | {"runs", "tasks"},
     "runner": BASE | {"runs", "tasks", "training"},
-    "benchmark": RUNS | {"prediction", "runner", "runs", "tasks", "training"},
+    "benchmark": RUNS | {"consensus", "runner", "runs", "tasks", "training"},
     "join": RUNS | {"runs", "training"},
 }
 MODULES = {file.relative_to(PACKAGE).as_posix(): file for file in PACKAGE.rglob("*.py")}
