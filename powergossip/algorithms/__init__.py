@@ -16,7 +16,7 @@ communication itself: it yields messages and is resumed with the received ones (
     learning/         learning rules on top of averaging algorithms: D-PSGD and others
     aggregation.py    the interface of compressed gradients: power_sgd.py, dgc/,
                       error_feedback.py, sign_sgd.py
-    torch_powersgd.py  PyTorch's own hooks for compressed gradients
+    ddp_hooks.py  PyTorch's own hooks for compressed gradients
     method.py         a method by its names, with all options: what programs and optimizers make
 
 To add one, write its class in a module beside this one and its row in `AVERAGING`, in

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from powergossip import checks, compressors
 from powergossip import registry_options as _options
-from powergossip.algorithms import aggregation, rates, registry, torch_powersgd
+from powergossip.algorithms import aggregation, ddp_hooks, rates, registry
 from powergossip.algorithms import learning as learning_rules
 from powergossip.algorithms.aggregation import Aggregation
 from powergossip.algorithms.averaging import Averaging
@@ -34,7 +34,7 @@ CHECKS = {
 
 def rows() -> dict[str, _options.Builder]:
     """Name → row: of algorithms.AVERAGING, of aggregation.AGGREGATIONS, and PyTorch's hooks."""
-    hooks = dict.fromkeys(torch_powersgd.HOOKS, torch_powersgd.DDPHook)
+    hooks = dict.fromkeys(ddp_hooks.HOOKS, ddp_hooks.DDPHook)
     return {**registry.AVERAGING, **aggregation.AGGREGATIONS, **hooks}
 
 

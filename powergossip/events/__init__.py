@@ -11,5 +11,5 @@ with one neighbor at a time, each at its own time::
     wall_clock.py     the driver of one process among several, in real time
     deadline.py       how long a worker waits for a neighbor
     packing.py        messages between processes as bytes
-    joining.py        common parts of the drivers
+    clock.py          common parts of the drivers
 """

@@ -38,7 +38,7 @@ from powergossip.algorithms import registry
 from powergossip.algorithms.averaging import Kind, Stateless
 from powergossip.algorithms.power_gossip import Side
 from powergossip.network import Network, Processes, Slots
-from powergossip.network.connection import Connection
+from powergossip.network.staging import Connection
 from powergossip.parameters import Layout
 from powergossip.state_trees import Stateful
 from powergossip.topologies import Topology

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from powergossip.events.joining import Clock, Compute, Make, sources
+from powergossip.events.clock import Clock, Compute, Make, sources
 from powergossip.events.members import View, raised, union
 from powergossip.events.scenario import Scenario
 from powergossip.events.worker import Action, Message, Worker, packed, unpacked

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from powergossip.events.clock import Clock, Compute, Make, sources
 from powergossip.events.deadline import Deadline
-from powergossip.events.joining import Clock, Compute, Make, sources
 from powergossip.events.members import View, raised, union
 from powergossip.events.packing import bits_of_view, packed, unpacked
 from powergossip.events.worker import Action, Worker

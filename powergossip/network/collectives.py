@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from powergossip import kernels
-from powergossip.network.connection import Connection
-from powergossip.network.deliveries import Transport
+from powergossip.network.neighbor_transport import Transport
 from powergossip.network.processes import Pieces, Requests
+from powergossip.network.staging import Connection
 
 
 def all_reduce_cost(n: int, bits: int) -> tuple[int, int]:

@@ -1,6 +1,6 @@
 """Sums of the bits and messages that workers send.
 
-The bits of one message are `Transport.bits`, in deliveries.py and collectives.py.
+The bits of one message are `Transport.bits`, in neighbor_transport.py and collectives.py.
 """
 
 from collections.abc import Mapping

@@ -13,14 +13,14 @@ from torch import Tensor
 from powergossip import checks
 from powergossip.network import launch
 from powergossip.network.collectives import Gathering, Reduction, all_reduce_cost
-from powergossip.network.connection import Connection
 from powergossip.network.conversation import Conversation, Gather, Mean, Message, ToAll, ToEach
 from powergossip.network.counter import Counter
-from powergossip.network.deliveries import Delivery, Transport
 from powergossip.network.edges import Edges
 from powergossip.network.lost_messages import Losses
+from powergossip.network.neighbor_transport import Delivery, Transport
 from powergossip.network.processes import Processes
 from powergossip.network.rows import Shared
+from powergossip.network.staging import Connection
 from powergossip.tensor_cache import TensorCache
 from powergossip.topologies import Round, Topology
 

@@ -2,7 +2,7 @@
 
 - registry.py: the tasks by name; task_defaults.py: defaults of train.py's keys that depend on them.
 - task.py: the protocol `Task`, and the `TaskOptions` of all tasks.
-- user_task.py, user_datasets.py: a task of the user, made of data sets; loading.py: its samples;
+- named_task.py, dataset_task.py: a task of the user, made of data sets; loading.py: its samples;
   losses.py, sample_values.py: default losses of its data sets, and their labels.
 - digits.py, fashion_mnist.py, cifar.py, imagenet.py, language.py: the tasks, a module each.
 - images.py, augmentation.py, models.py: image classification, random crops, image models.
@@ -16,10 +16,10 @@
 A new task of the library is its module, its row in `TASKS`, and maybe a row in `DEFAULTS`.
 """
 
+from powergossip.tasks.dataset_task import Datasets, DatasetTask
 from powergossip.tasks.registry import TASKS, is_in_library, make
 from powergossip.tasks.task import Batch, MainMetric, Split, Task, TaskOptions, main_metric
 from powergossip.tasks.task_defaults import DEFAULTS, IGNORED, defaults
-from powergossip.tasks.user_datasets import Datasets, DatasetTask
 from powergossip.user_functions import is_name
 
 __all__ = [

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from powergossip import user_functions
-from powergossip.tasks import cifar, digits, fashion_mnist, imagenet, language, text, user_task
+from powergossip.tasks import cifar, digits, fashion_mnist, imagenet, language, named_task, text
 from powergossip.tasks.task import Task, TaskOptions
 from powergossip.user_functions import is_name
 
@@ -60,7 +60,7 @@ def make(
     if is_name(architecture):
         own = user_functions.find("task_architecture", str(architecture))
     found = TaskOptions(task=name, data_dir=folder, architecture=own, **options)
-    return user_task.make(found) if is_name(name) else TASKS[name](found)
+    return named_task.make(found) if is_name(name) else TASKS[name](found)
 
 
 def is_in_library(name: str, architecture: str | None) -> bool:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from powergossip.tasks import cifar, fashion_mnist, imagenet, language, text, user_task
+from powergossip.tasks import cifar, fashion_mnist, imagenet, language, named_task, text
 from powergossip.tasks.registry import check_name
 from powergossip.user_functions import is_name
 
@@ -40,7 +40,7 @@ def defaults(name: str) -> dict[str, Any]:
         ValueError: For an unknown name.
     """
     if is_name(name):
-        given = user_task.defaults(name, GENERAL_DEFAULTS)
+        given = named_task.defaults(name, GENERAL_DEFAULTS)
         return {**GENERAL_DEFAULTS, "task_architecture": None, **given}
     check_name(name)
     return {**GENERAL_DEFAULTS, **DEFAULTS.get(name, {})}

@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 
 from powergossip import algorithms, checks, tasks, ulfm
 from powergossip import registry_options as options
-from powergossip.algorithms import aggregation, learning, method, torch_powersgd
+from powergossip.algorithms import aggregation, ddp_hooks, learning, method
 from powergossip.algorithms.method import Method
 from powergossip.network import BACKENDS, Processes
 from powergossip.network import hosted_workers as hosted
@@ -97,9 +97,9 @@ def checked(
     checks.at_least_one(f"{PREFIX}num_batches_per_step", batches)
     if processes.writes and not c.evaluate_only:
         trackers.check(vars(c))
-    if c.optimizer in torch_powersgd.HOOKS and not c.evaluate_only:
+    if c.optimizer in ddp_hooks.HOOKS and not c.evaluate_only:
         with errors_name_keys(c.optimizer):
-            torch_powersgd.check(hosted=hosted(c.n_workers, processes.size), **hook_options(c))
+            ddp_hooks.check(hosted=hosted(c.n_workers, processes.size), **hook_options(c))
     return c
 
 
@@ -224,7 +224,7 @@ def _check_batched(c: Settings) -> None:
     """Raise ValueError for keys that do not go with batched gradients."""
     if c.torch_compile:
         raise ValueError("batched_gradients=on: use auto or off with torch_compile=true")
-    if c.optimizer in torch_powersgd.HOOKS:
+    if c.optimizer in ddp_hooks.HOOKS:
         raise ValueError(
             f"batched_gradients=on: use auto or off with optimizer={c.optimizer}, which has one "
             "worker in a process"
@@ -244,7 +244,7 @@ def _check_method(c: Settings, explicit: Collection[str]) -> None:
     known = {
         **algorithms.AVERAGING,
         **aggregation.AGGREGATIONS,
-        **dict.fromkeys(torch_powersgd.HOOKS),
+        **dict.fromkeys(ddp_hooks.HOOKS),
     }
     if c.optimizer not in known:
         choices = ", ".join(known)
@@ -323,9 +323,7 @@ def shared_keys(optimizer: str) -> dict[str, str]:
     A value that a row binds by `functools.partial` stays. Averaging rules of a script share the
     seed only: their momentum, for instance, is not the local optimizer's.
     """
-    row = {**algorithms.AVERAGING, **aggregation.AGGREGATIONS}.get(
-        optimizer, torch_powersgd.DDPHook
-    )
+    row = {**algorithms.AVERAGING, **aggregation.AGGREGATIONS}.get(optimizer, ddp_hooks.DDPHook)
     bound = row.keywords if isinstance(row, partial) else {}
     of_script = not options.are_of_library(row)
     names = ("seed",) if of_script and optimizer in algorithms.AVERAGING else OWN_KEYS

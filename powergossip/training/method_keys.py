@@ -19,7 +19,7 @@ from types import NoneType
 from typing import Any, NamedTuple, get_args
 
 PREFIX = "optimizer_"
-HOOKS = ("ddp-powersgd", "ddp-batched-powersgd")  # of torch_powersgd, by their names
+HOOKS = ("ddp-powersgd", "ddp-batched-powersgd")  # of ddp_hooks, by their names
 # Options that a method calls by another name than the key: the published names of its class.
 ALIASES: dict[str, dict[str, str]] = {
     "powersgd": {
@@ -92,7 +92,7 @@ def methods() -> dict[str, Options]:
 def _rows() -> dict[str, Any]:
     """The methods by name."""
     averaging = names("powergossip.algorithms.registry").AVERAGING
-    hooks = dict.fromkeys(HOOKS, names("powergossip.algorithms.torch_powersgd").DDPHook)
+    hooks = dict.fromkeys(HOOKS, names("powergossip.algorithms.ddp_hooks").DDPHook)
     return averaging | names("powergossip.algorithms.aggregation").AGGREGATIONS | hooks
 
 

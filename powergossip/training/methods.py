@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from powergossip import algorithms, checks
 from powergossip import registry_options as options
-from powergossip.algorithms import aggregation, learning, torch_powersgd, trials
+from powergossip.algorithms import aggregation, ddp_hooks, learning, trials
 from powergossip.algorithms.method import SMALL
 from powergossip.network import Network
 from powergossip.parameters import Layout, Parameters
@@ -94,7 +94,7 @@ def make_method(
     """Build the local optimizer and the learning rule. Raises ValueError."""
     if c.optimizer in aggregation.AGGREGATIONS:
         return _gradient_learner(c, network, parameters)
-    if c.optimizer in torch_powersgd.HOOKS:
+    if c.optimizer in ddp_hooks.HOOKS:
         return _hook_learner(c, network, parameters, steps_per_epoch)
     return _gossip_learner(c, network, parameters)
 
@@ -102,12 +102,12 @@ def make_method(
 def _hook_learner(
     c: Settings, network: Network, parameters: Parameters, steps_per_epoch: int
 ) -> Learner:
-    """Build one of PyTorch's hooks, a row of torch_powersgd.HOOKS."""
+    """Build one of PyTorch's hooks, a row of ddp_hooks.HOOKS."""
     local, options = LocalOptimizer(parameters, c), hook_options(c)
-    if options["start_iteration"] == torch_powersgd.AUTO:
+    if options["start_iteration"] == ddp_hooks.AUTO:
         options["start_iteration"] = _guided_start(c, steps_per_epoch)
     with errors_name_keys(c.optimizer):
-        rule = torch_powersgd.DDPHook(
+        rule = ddp_hooks.DDPHook(
             network,
             parameters,
             local.step,

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import train
 from powergossip import algorithms, topologies
-from powergossip.algorithms import learning, torch_powersgd
-from powergossip.algorithms.torch_powersgd import HOOKS, DDPHook
+from powergossip.algorithms import ddp_hooks, learning
+from powergossip.algorithms.ddp_hooks import HOOKS, DDPHook
 from powergossip.errors import BadInput
 from powergossip.network import Network, Processes, processes, torch_group
 from powergossip.network.torch import rendezvous
@@ -199,7 +199,7 @@ def test_the_smallest_bucket_is_that_of_ddp(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(HOOKS, "ddp-powersgd", (hook, spy))
     worker = Worker(hooked(rank=2), wide, who=Processes()).train(4)
     sizes = [p.numel() for p in worker.model.parameters()]
-    assert torch_powersgd.smallest_bucket(sizes) == min(found) < sum(sizes)
+    assert ddp_hooks.smallest_bucket(sizes) == min(found) < sum(sizes)
     state = worker.rule.state
     assert (state.matrix_approximation_rank, state.start_powerSGD_iter) == (2, 3)
 

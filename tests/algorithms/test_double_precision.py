@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from powergossip import algorithms, topologies
 from powergossip.algorithms import AVERAGING
 from powergossip.algorithms.aggregation import AGGREGATIONS
+from powergossip.algorithms.ddp_hooks import HOOKS
 from powergossip.algorithms.learning import LEARNING
-from powergossip.algorithms.torch_powersgd import HOOKS
 from powergossip.errors import BadInput
 from powergossip.network import Network, Processes, processes
 from powergossip.optimizers import GossipOptimizer

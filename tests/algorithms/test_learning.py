@@ -12,9 +12,9 @@ from torch import Tensor
 
 from powergossip import algorithms, topologies
 from powergossip.algorithms import learning
+from powergossip.algorithms.ddp_hooks import DDPHook
 from powergossip.algorithms.learning.gossip_rule import COPIES
 from powergossip.algorithms.learning.quasi_global import QuasiGlobalAdam, QuasiGlobalMomentum
-from powergossip.algorithms.torch_powersgd import DDPHook
 from powergossip.network import Network, Processes
 from tests.harness.averaging import graph
 from tests.harness.laws import (

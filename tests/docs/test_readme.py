@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from powergossip import algorithms, compressors, tasks, topologies
-from powergossip.algorithms import aggregation, torch_powersgd
+from powergossip.algorithms import aggregation, ddp_hooks
 from powergossip.benchmark import comparison, page, results
 from powergossip.benchmark.tasks import QUICK, TASKS
 from tests.harness import launch
@@ -83,7 +83,7 @@ def test_every_row_of_a_registry_is_in_the_table() -> None:
     registries = (
         algorithms.AVERAGING,
         aggregation.AGGREGATIONS,
-        torch_powersgd.HOOKS,
+        ddp_hooks.HOOKS,
         compressors.COMPRESSORS,
         topologies.TOPOLOGIES,
         tasks.TASKS,

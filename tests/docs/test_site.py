@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from powergossip import algorithms
-from powergossip.algorithms import aggregation, torch_powersgd
+from powergossip.algorithms import aggregation, ddp_hooks
 from tests.harness import launch
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2000)]  # with all tutorials, on a busy machine
@@ -93,7 +93,7 @@ def test_pages_ask_no_other_server_and_the_site_has_what_they_need(site: Path) -
 
 
 def test_every_method_has_a_page_with_equations(site: Path) -> None:
-    rows = [*algorithms.AVERAGING, *aggregation.AGGREGATIONS, *torch_powersgd.HOOKS]
+    rows = [*algorithms.AVERAGING, *aggregation.AGGREGATIONS, *ddp_hooks.HOOKS]
     options = [f"optimizer={row}" for row in rows]
     options += [f"algorithm={row.replace('-', '_')}" for row in algorithms.CONSENSUS_ONLY]
     pages = [page for page in (DOCS / "methods").glob("*.md") if page.stem != "index"]

@@ -31,10 +31,10 @@ from powergossip.network import (
     standstill,
     together,
 )
-from powergossip.network.connection import Connection
 from powergossip.network.counter import Counter
-from powergossip.network.deliveries import Delivery
+from powergossip.network.neighbor_transport import Delivery
 from powergossip.network.processes import in_parts
+from powergossip.network.staging import Connection
 from powergossip.optimizers import GossipOptimizer
 from powergossip.parameters import Layout
 from tests.harness.averaging import EVERY, SHAPES, start, steps

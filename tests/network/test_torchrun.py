@@ -38,8 +38,8 @@ from powergossip.network import (
 from powergossip.network import (
     launch as launching,
 )
-from powergossip.network.connection import Connection
 from powergossip.network.processes import in_parts
+from powergossip.network.staging import Connection
 from powergossip.network.torch import channels, rendezvous
 from powergossip.network.torch.channels import GlooChannel, NCCLChannel, Waiters
 from powergossip.network.torch.processes import GroupProcesses

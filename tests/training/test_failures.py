@@ -22,7 +22,7 @@ from omegaconf import OmegaConf
 import gossip_run
 import train
 from powergossip import errors
-from powergossip.algorithms import AVERAGING, torch_powersgd
+from powergossip.algorithms import AVERAGING, ddp_hooks
 from powergossip.algorithms.aggregation import AGGREGATIONS
 from powergossip.algorithms.learning import LEARNING
 from powergossip.compressors import COMPRESSORS
@@ -85,7 +85,7 @@ ALL_METHODS: list[dict[str, Any]] = [
         for compressor in COMPRESSORS
     ),
     *({"optimizer": name} for name in AGGREGATIONS),
-    *({"optimizer": name} for name in torch_powersgd.HOOKS),
+    *({"optimizer": name} for name in ddp_hooks.HOOKS),
     {"optimizer": "power-gossip", "optimizer_rank": 2},
     {"optimizer": "powersgd", "optimizer_rank": 2},
     {"optimizer": "dpsgd", "gradient_clipping": 1.0, "overlapping": False},
@@ -142,7 +142,7 @@ def test_a_gradient_that_is_not_finite_is_reported_with_every_method(
     monkeypatch.setattr(ImageClassification, "loss", spoiled)
     methods: list[dict[str, Any]] = [
         *({"optimizer": name} for name in (*AVERAGING, *AGGREGATIONS)),
-        *({"optimizer": name, "n_workers": 1} for name in torch_powersgd.HOOKS),
+        *({"optimizer": name, "n_workers": 1} for name in ddp_hooks.HOOKS),
         *(
             {"optimizer": "choco" if rule in ("beer", "motef") else "dpsgd", "learning": rule}
             for rule in LEARNING

@@ -19,7 +19,7 @@ from powergossip import compressors, tasks
 from powergossip import registry_options as options
 from powergossip.algorithms import AVERAGING
 from powergossip.algorithms.aggregation import AGGREGATIONS
-from powergossip.algorithms.torch_powersgd import HOOKS
+from powergossip.algorithms.ddp_hooks import HOOKS
 from powergossip.compressors import COMPRESSORS
 from powergossip.network import Processes
 from powergossip.optimizers.gossip_method import GossipMethod

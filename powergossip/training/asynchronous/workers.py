@@ -59,7 +59,7 @@ class EdgeWorkers:
     # --- For a clock ---
 
     def make(self, index: int, view: View, steps: int) -> Worker:
-        """A worker that begins after a number of steps, see events.joining.Make."""
+        """A worker that begins after a number of steps, see events.clock.Make."""
         self._begin_epoch(index, view)
         rule = self._make_rule(index, steps)
         assert self._exchanges is not None
@@ -70,7 +70,7 @@ class EdgeWorkers:
     def compute(self, worker: int, steps: int) -> None:
         """The gradient of a worker's next step, and the learning rate of its update.
 
-        See events.joining.Compute.
+        See events.clock.Compute.
         """
         epoch, step = divmod(steps, self.steps_per_epoch)
         if step == 0:

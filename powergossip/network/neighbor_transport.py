@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from powergossip.network.connection import Connection
 from powergossip.network.edges import Edges
 from powergossip.network.rows import Rows
+from powergossip.network.staging import Connection
 
 
 class Transport:

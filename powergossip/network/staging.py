@@ -1,4 +1,4 @@
-"""The connection of the processes of a run, for tensors on one device."""
+"""The connection of the processes of a run, and staging of messages through host memory."""
 
 from functools import cached_property
 

@@ -5,8 +5,8 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from powergossip import user_functions
+from powergossip.tasks.dataset_task import Datasets, DatasetTask
 from powergossip.tasks.task import Task, TaskOptions
-from powergossip.tasks.user_datasets import Datasets, DatasetTask
 from powergossip.user_functions import Named
 
 SEED = 0  # of the global generators while the user's function makes the data, fixed for all runs
