@@ -95,8 +95,6 @@ static void pack(u8 *restrict message, i64 bit, const u8 *restrict level, i64 co
     }
 }
 
-#define ONES 0x0101010101010101u
-
 /* The levels from bit `bit` on. Writes up to 7 levels more. */
 static void unpack(u8 *restrict level, const u8 *restrict message, i64 bit, i64 count, int bits) {
     if (bits == 8) {
@@ -114,13 +112,24 @@ static void unpack(u8 *restrict level, const u8 *restrict message, i64 bit, i64 
             word = 0;
             for (int j = 0; from + j < end; j++) word |= (u64)from[j] << 8 * j;
         }
-        word = word >> shift & all;
-        if (bits == 1) /* bit i alone in byte i, then 1 or 0 */
-            word = ((word * ONES & 0x8040201008040201u) + 127 * ONES) >> 7 & ONES;
-        else
-            word = opened(word, s);
+        word = opened(word >> shift & all, s);
         memcpy(level + i, &word, 8);
     }
+}
+
+/* out[i] = ± value, with the signs of the bits from `bit` on. */
+static void signed_by_bits(float *restrict out, const u8 *message, i64 bit, i64 count, float value) {
+    const u8 *from = message + bit / 8;
+    int shift = (int)(bit % 8);
+    i64 bytes = (shift + count + 7) / 8;
+    u8 aligned[BLOCK / 8 + 1], one[BLOCK + 8]; /* bit i alone, in byte i */
+    for (i64 i = 0; i < bytes - 1; i++) aligned[i] = (u8)((from[i] | from[i + 1] << 8) >> shift);
+    aligned[bytes - 1] = from[bytes - 1] >> shift;
+    for (i64 i = 0; i < (count + 7) / 8; i++) {
+        u64 eight = (aligned[i] * 0x0101010101010101u) & 0x8040201008040201u;
+        memcpy(one + 8 * i, &eight, 8);
+    }
+    for (i64 i = 0; i < count; i++) out[i] = one[i] ? value : -value;
 }
 
 /* ---- C(v) of a few elements, for compressors that send something for every one. ---- */
@@ -131,12 +140,12 @@ static void decode(
 ) {
     float first = load_float(message + t->floats);
     i64 bit = t->rest + from * t->width;
-    u8 level[BLOCK + 8];
-    unpack(level, message, bit, count, (int)t->width);
     if (plan->kind == SIGN_AND_NORM) {
-        for (i64 i = 0; i < count; i++) out[i] = level[i] ? first : -first;
+        signed_by_bits(out, message, bit, count, first);
         return;
     }
+    u8 level[BLOCK + 8];
+    unpack(level, message, bit, count, (int)t->width);
     float factor = first * t->factor;
     for (i64 i = 0; i < count; i++) out[i] = ((float)level[i] - t->levels) * factor;
 }
@@ -594,8 +603,9 @@ void moniqua_encode(
         for (i64 row = 0; row < rows; row++) {
             const float *restrict v = x + row * stride + from;
             int8_t *restrict cell = cells + row * elements + from;
+            u8 *restrict to = message + row * bytes + from / 4;
             float divisor = thrice[row];
-            u8 level[BLOCK + 8];
+            u8 level[BLOCK];
             for (i64 i = 0; i < count; i++) {
                 float t = v[i] / divisor + 0.5f;
                 float y = (t - floorf(t)) * 3;
@@ -604,9 +614,21 @@ void moniqua_encode(
                 level[i] = (u8)(l < 3 ? l : 3);
                 cell[i] = (int8_t)(int32_t)(y + 0.5f);
             }
-            memset(level + count, 0, 8);
-            pack(message + row * bytes, 2 * from, level, count, 2);
+            for (i64 i = count; i % 4; i++) level[i] = 0;
+            for (i64 i = 0; i < (count + 3) / 4; i++) {
+                uint32_t four;
+                memcpy(&four, level + 4 * i, 4);
+                to[i] = (u8)(four | four >> 6 | four >> 12 | four >> 18);
+            }
         }
+    }
+}
+
+static void unpack_twos(u8 *restrict level, const u8 *restrict packed, i64 count) {
+    for (i64 i = 0; i < (count + 3) / 4; i++) {
+        uint32_t byte = packed[i];
+        uint32_t four = (byte | byte << 6 | byte << 12 | byte << 18) & 0x03030303u;
+        memcpy(level + 4 * i, &four, 4);
     }
 }
 
@@ -616,19 +638,19 @@ void moniqua_average(
     const int8_t *cells, float *x, i64 stride
 ) {
     i64 bytes = (elements + 3) / 4;
-    u8 own[BLOCK + 8], other[BLOCK + 8];
+    u8 own[BLOCK], other[BLOCK];
     int8_t shift[BLOCK];
     for (i64 row = 0; row < rows; row++)
         for (i64 from = 0; from < elements; from += BLOCK) {
             i64 count = smaller(BLOCK, elements - from);
             const int8_t *restrict cell = cells + row * elements + from;
             float *restrict to = x + row * stride + from;
-            unpack(own, message + row * bytes, 2 * from, count, 2);
+            unpack_twos(own, message + row * bytes + from / 4, count);
             for (i64 i = 0; i < count; i++) shift[i] = (int8_t)(cell[i] - own[i]);
             for (i64 slot = 0; slot < slots; slot++) {
                 float rate = rates[row * slots + slot];
                 if (rate == 0) continue;
-                unpack(other, received + (row * slots + slot) * bytes, 2 * from, count, 2);
+                unpack_twos(other, received + (row * slots + slot) * bytes + from / 4, count);
                 for (i64 i = 0; i < count; i++) {
                     int8_t n = (int8_t)(other[i] - cell[i]);
                     int8_t carried = (int8_t)((n > 1) - (n < -1)); /* round(n/3), |n| ≤ 3 */
