@@ -21,16 +21,11 @@ typedef float Lanes __attribute__((vector_size(4 * LANES)));
 typedef float Half __attribute__((vector_size(2 * LANES)));
 typedef float Quarter __attribute__((vector_size(LANES)));
 
-/* A vector or a number at any address. */
-#define LOAD(name, Vector, Number)                \
-    static inline Vector name(const Number *from) { \
-        Vector found;                             \
-        memcpy(&found, from, sizeof found);       \
-        return found;                             \
-    }
-LOAD(load, Lanes, float)
-LOAD(load_half, Half, float)
-LOAD(load_float, float, u8)
+static inline Lanes load(const float *from) {
+    Lanes lanes;
+    memcpy(&lanes, from, sizeof lanes);
+    return lanes;
+}
 
 static inline float sum(Lanes lanes) {
     Half half[2];

@@ -29,6 +29,12 @@ typedef struct {
     int32_t *keys;      /* scratch memory: 3 × the length of the longest tensor */
 } Plan;
 
+static inline float load_float(const u8 *from) {
+    float value;
+    memcpy(&value, from, sizeof value);
+    return value;
+}
+
 static inline void store_float(u8 *to, float value) { memcpy(to, &value, sizeof value); }
 
 /* ---- Levels as one little-endian string of bits. See compressors/packing.py. ---- */
@@ -172,14 +178,21 @@ static inline float again(Source s, i64 i) { return s.difference ? s.x[i] - s.p[
 
 /* ---- Encoding ---- */
 
-/* Σ |v|^power, for a power of 1 or 2. */
-static inline float sum_of_powers(const float *restrict v, i64 count, const int power) {
+static float sum_of_magnitudes(const float *restrict v, i64 count) {
     float lane[LANES] = {0};
-#define ADD(x, l) lane[l] += power == 1 ? fabsf(x) : (x) * (x)
     i64 i = 0;
     for (; i + LANES <= count; i += LANES)
-        for (int l = 0; l < LANES; l++) ADD(v[i + l], l);
-    for (int l = 0; i + l < count; l++) ADD(v[i + l], l);
+        for (int l = 0; l < LANES; l++) lane[l] += fabsf(v[i + l]);
+    for (int l = 0; i + l < count; l++) lane[l] += fabsf(v[i + l]);
+    return sum(load(lane));
+}
+
+static float sum_of_squares(const float *restrict v, i64 count) {
+    float lane[LANES] = {0};
+    i64 i = 0;
+    for (; i + LANES <= count; i += LANES)
+        for (int l = 0; l < LANES; l++) lane[l] += v[i + l] * v[i + l];
+    for (int l = 0; i + l < count; l++) lane[l] += v[i + l] * v[i + l];
     return sum(load(lane));
 }
 
@@ -190,7 +203,7 @@ static void encode_signs(const Tensor *t, Source s, u8 *message) {
     for (i64 from = 0; from < t->length; from += BLOCK) {
         i64 count = smaller(BLOCK, t->length - from);
         first_read(s, t->start + from, count, v);
-        sum += sum_of_powers(v, count, 1);
+        sum += sum_of_magnitudes(v, count);
         for (i64 i = 0; i < count; i++) level[i] = v[i] >= 0;
         memset(level + count, 0, 8);
         pack(message, t->rest + from, level, count, 1);
@@ -205,7 +218,7 @@ static void encode_qsgd(const Tensor *t, Source s, u64 key, u64 counter, u8 *mes
     for (i64 from = 0; from < t->length; from += BLOCK) {
         i64 count = smaller(BLOCK, t->length - from);
         first_read(s, t->start + from, count, v);
-        sum += sum_of_powers(v, count, 2);
+        sum += sum_of_squares(v, count);
     }
     float norm = (float)sqrt(sum);
     store_float(message + t->floats, norm);
@@ -321,7 +334,11 @@ static void encode_positions(const Plan *plan, const Tensor *t, Source s, u8 *me
     for (i64 from = 0; from < t->length; from += BLOCK) {
         i64 count = smaller(BLOCK, t->length - from);
         first_read(s, t->start + from, count, v);
-        for (i64 i = 0; i < count; i++) most = key_of(v[i]) > most ? key_of(v[i]) : most;
+        const int32_t *words = (const int32_t *)v;
+        for (i64 i = 0; i < count; i++) {
+            int32_t key = words[i] & 0x7FFFFFFF;
+            most = key > most ? key : most;
+        }
     }
     float zero = most < 0x7F800000 ? 0 : NAN;
     for (i64 k = 0; k < t->kept; k++)
@@ -423,19 +440,18 @@ static void add_sparse(
 
 static int sparse(const Plan *plan) { return plan->kind >= TOP_K; }
 
-/* out ← out + factor C(v) for the elements from … from + count − 1 of a tensor, at most BLOCK. A
-   sparse C(v) is added as a whole, with the first of them. */
-static void add(
-    const Plan *plan, const Tensor *t, const u8 *message, i64 from, i64 count, float factor,
-    float *out
-) {
+/* δ ← δ − C(v) */
+static void keep_error(const Plan *plan, const Tensor *t, const u8 *message, float *error) {
     if (sparse(plan)) {
-        if (from == 0) add_sparse(plan, t, message, factor, out);
+        add_sparse(plan, t, message, -1, error);
         return;
     }
-    float q[BLOCK];
-    decode(plan, t, message, from, count, q);
-    for (i64 i = 0; i < count; i++) out[t->start + from + i] += factor * q[i];
+    float own[BLOCK];
+    for (i64 from = 0; from < t->length; from += BLOCK) {
+        i64 count = smaller(BLOCK, t->length - from);
+        decode(plan, t, message, from, count, own);
+        for (i64 i = 0; i < count; i++) error[t->start + from + i] -= own[i];
+    }
 }
 
 /* The messages of all rows [row, bytes]: C(x − p), or C(v) of v = p + x with p ← v − C(v). */
@@ -453,8 +469,7 @@ void compressed_encode(
             case TOP_K: encode_top_k(plan, t, s, to); break;
             case AT_POSITIONS: encode_positions(plan, t, s, to); break;
             }
-            for (i64 from = 0; from < t->length && !difference; from += BLOCK) /* δ ← δ − C(v) */
-                add(plan, t, to, from, smaller(BLOCK, t->length - from), -1, s.p);
+            if (!difference) keep_error(plan, t, to, s.p);
         }
     }
 }
@@ -489,31 +504,57 @@ void choco_flow(
             );
 }
 
-/* x̂ ← x̂ + q for a worker and its neighbors, see `add`. */
-static void add_to_copies(
-    const Plan *plan, const Tensor *t, i64 from, i64 count, i64 slots, const float *rates,
-    const u8 *message, const u8 *received, float *own, float *others
-) {
-    add(plan, t, message, from, count, 1, own);
-    for (i64 slot = 0; slot < slots; slot++)
-        if (rates[slot] != 0) {
-            float *there = others + slot * plan->elements;
-            add(plan, t, received + slot * plan->bytes, from, count, 1, there);
-        }
-}
-
-/* The same, and x ← x + Σ_j r_ij (x̂_j − x̂_i), tensor by tensor, as the copies of one may fit into
-   the second cache. */
-static void choco_row(
+/* x̂ ← x̂ + q for a worker and its neighbors, x ← x + Σ_j r_ij (x̂_j − x̂_i). */
+static void choco_row_dense(
     const Plan *plan, i64 slots, const float *rates, const u8 *message, const u8 *received,
     float *restrict x, float *restrict own, float *restrict others
 ) {
+    float q[BLOCK], sum[BLOCK];
     for (const Tensor *t = plan->tensor; t < plan->tensor + plan->tensors; t++)
-        for (i64 from = 0, count; from < t->length; from += count) {
-            count = smaller(BLOCK, t->length - from);
-            add_to_copies(plan, t, from, count, slots, rates, message, received, own, others);
-            add_flow(plan, t->start + from, count, slots, rates, own, others, x);
+        for (i64 from = 0; from < t->length; from += BLOCK) {
+            i64 count = smaller(BLOCK, t->length - from);
+            float *restrict here = own + t->start + from;
+            decode(plan, t, message, from, count, q);
+            for (i64 i = 0; i < count; i++) here[i] += q[i];
+            memset(sum, 0, sizeof sum);
+            for (i64 slot = 0; slot < slots; slot++) {
+                float rate = rates[slot];
+                float *restrict there = others + slot * plan->elements + t->start + from;
+                if (rate == 0) continue; /* no neighbor */
+                decode(plan, t, received + slot * plan->bytes, from, count, q);
+                for (i64 i = 0; i < count; i++) {
+                    there[i] += q[i];
+                    sum[i] += rate * (there[i] - here[i]);
+                }
+            }
+            float *restrict to = x + t->start + from;
+            for (i64 i = 0; i < count; i++) to[i] += sum[i];
         }
+}
+
+/* x̂ ← x̂ + q of a tensor, for a sparse q. */
+static void add_to_copies(
+    const Plan *plan, const Tensor *t, i64 slots, const float *rates, const u8 *message,
+    const u8 *received, float *own, float *others
+) {
+    add_sparse(plan, t, message, 1, own);
+    for (i64 slot = 0; slot < slots; slot++)
+        if (rates[slot] != 0)
+            add_sparse(plan, t, received + slot * plan->bytes, 1, others + slot * plan->elements);
+}
+
+/* choco_row_dense for top-k, tensor by tensor, as their copies may fit into the second cache. */
+static void choco_row_top_k(
+    const Plan *plan, i64 slots, const float *rates, const u8 *message, const u8 *received,
+    float *restrict x, float *restrict own, float *restrict others
+) {
+    for (const Tensor *t = plan->tensor; t < plan->tensor + plan->tensors; t++) {
+        add_to_copies(plan, t, slots, rates, message, received, own, others);
+        for (i64 from = t->start, count; from < t->start + t->length; from += count) {
+            count = smaller(BLOCK, t->start + t->length - from);
+            add_flow(plan, from, count, slots, rates, own, others, x);
+        }
+    }
 }
 
 /* The same where all messages have the same positions, at which alone the flow changes. It is
@@ -523,7 +564,7 @@ static void choco_row_at_positions(
     float *restrict x, float *own, float *others, float *restrict flow
 ) {
     for (const Tensor *t = plan->tensor; t < plan->tensor + plan->tensors; t++) {
-        add_to_copies(plan, t, 0, 0, slots, rates, message, received, own, others);
+        add_to_copies(plan, t, slots, rates, message, received, own, others);
         for (i64 k = 0; k < t->kept; k++) {
             i64 at = place(plan, t, message, k);
             float sum = 0;
@@ -551,8 +592,10 @@ void choco_average(
             choco_row_at_positions(
                 plan, slots, of_row, out, in, to, own, others, flow + row * plan->elements
             );
+        else if (plan->kind == TOP_K)
+            choco_row_top_k(plan, slots, of_row, out, in, to, own, others);
         else
-            choco_row(plan, slots, of_row, out, in, to, own, others);
+            choco_row_dense(plan, slots, of_row, out, in, to, own, others);
     }
 }
 

@@ -48,7 +48,17 @@ typedef int64_t LongHalf __attribute__((vector_size(4 * LANES)));
 typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
 typedef uint32_t HalfWords __attribute__((vector_size(2 * LANES)));
 
-LOAD(load_words, Words, uint32_t)
+static inline Half load_half(const float *from) {
+    Half half;
+    memcpy(&half, from, sizeof half);
+    return half;
+}
+
+static inline Words load_words(const uint32_t *from) {
+    Words words;
+    memcpy(&words, from, sizeof words);
+    return words;
+}
 
 /* A loop, since compilers convert vectors of bytes one by one. */
 static inline Words load_bytes(const u8 *from) {
